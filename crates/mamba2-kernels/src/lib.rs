@@ -1,0 +1,252 @@
+//! The CUDA templates, embedded in the binary, and the config header that parameterises them.
+//!
+//! A kernel is one entry file of `kernel-templates/`, the shared headers, and one generated header,
+//! [`CONFIG_HEADER`], that defines every constant by name. Nothing else is ever included, so [`Rendered::digest`] covers
+//! all the text that NVRTC sees. Runs on a laptop: no CUDA here.
+//!
+//! ```
+//! use mamba2_kernels::render;
+//! use mamba2_spec::{Arch, DeviceFacts, Problem, rules};
+//! let problem: Problem = "b=1,l=256,h=4,p=64,g=1,n=128".parse().unwrap();
+//! let device = DeviceFacts::assumed(Arch(90));
+//! let config = rules::default_strategy(&problem, &device).unwrap().kernels()[2];
+//! let kernel = render(&config, &problem, &device);
+//! assert!(kernel.config_header.contains("DSTATE = 128"));
+//! ```
+#![forbid(unsafe_code)]
+
+use std::fmt::Write;
+
+use mamba2_spec::launch::{KernelLaunch, kernel_launch, states_row_elems, step_launch};
+use mamba2_spec::parameters::StateUpdate;
+use mamba2_spec::{
+    Alignment, Arch, DKind, DeviceFacts, Dtype, DtLimit, Kernel, KernelConfig, Precision, Problem, StepProblem,
+};
+use sha2::{Digest, Sha256};
+
+/// Name under which templates include the generated header.
+pub const CONFIG_HEADER: &str = "mamba2_config.cuh";
+
+macro_rules! templates {
+    ($($path:literal),+ $(,)?) => {
+        &[$(($path, include_str!(concat!("../../../kernel-templates/", $path)))),+]
+    };
+}
+
+/// Headers, by the name templates include them under.
+pub const HEADERS: &[(&str, &str)] = templates![
+    "common/args.cuh",
+    "common/dtypes.cuh",
+    "common/fragments.cuh",
+    "common/require.cuh",
+    "common/softplus.cuh",
+    "common/tiles.cuh",
+    "common/work.cuh",
+    "ptx/cp_async.cuh",
+    "ptx/ldmatrix.cuh",
+    "ptx/math.cuh",
+    "ptx/mma.cuh",
+];
+
+const ENTRIES: &[(&str, &str)] =
+    templates!["chunk_cumsum.cu", "fwd_pass_state.cu", "compute_out.cu", "state_update.cu"];
+
+/// The template of a kernel: file name and text.
+pub fn entry_file(kernel: Kernel) -> (&'static str, &'static str) {
+    let name = kernel.name();
+    *ENTRIES
+        .iter()
+        .find(|(file, _)| file.strip_suffix(".cu") == Some(name))
+        .expect("every kernel should have a template of its name")
+}
+
+/// A kernel ready for NVRTC.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rendered {
+    /// Which kernel.
+    pub kernel: Kernel,
+    /// Name of the `extern "C"` entry function.
+    pub entry: &'static str,
+    /// File name of the entry template, for diagnostics.
+    pub source_name: &'static str,
+    /// Text of the entry template.
+    pub source: &'static str,
+    /// Text of the generated header, included as [`CONFIG_HEADER`].
+    pub config_header: String,
+    /// How the kernel is launched with this config.
+    pub launch: KernelLaunch,
+}
+
+impl Rendered {
+    /// Every header NVRTC may need: the shared ones and the generated one.
+    pub fn headers(&self) -> Vec<(&str, &str)> {
+        let mut headers: Vec<(&str, &str)> = HEADERS.to_vec();
+        headers.push((CONFIG_HEADER, &self.config_header));
+        headers
+    }
+
+    /// SHA-256 in hex over the entry template and every shared header (not the config): the version of the template.
+    pub fn template_digest(&self) -> String {
+        template_digest(self.kernel)
+    }
+
+    /// Entry and headers as one text, as people want to read it.
+    pub fn full_text(&self) -> String {
+        let mut text = String::new();
+        for (name, body) in self.headers() {
+            let _ = writeln!(text, "// ==== {name}\n{body}");
+        }
+        let _ = writeln!(text, "// ==== {}\n{}", self.source_name, self.source);
+        text
+    }
+}
+
+/// SHA-256 in hex over the template of `kernel` and every shared header.
+pub fn template_digest(kernel: Kernel) -> String {
+    let (name, source) = entry_file(kernel);
+    let mut hash = Sha256::new();
+    for (name, text) in HEADERS.iter().chain([&(name, source)]) {
+        hash.update((name.len() as u64).to_le_bytes());
+        hash.update(name);
+        hash.update((text.len() as u64).to_le_bytes());
+        hash.update(text);
+    }
+    hash.finalize().iter().fold(String::new(), |mut s, b| {
+        let _ = write!(s, "{b:02x}");
+        s
+    })
+}
+
+struct Header {
+    text: String,
+}
+
+impl Header {
+    fn new(kernel: Kernel, arch: Arch) -> Header {
+        let mut header = Header { text: String::new() };
+        let _ = writeln!(header.text, "// Generated for {kernel} on {arch}: every constant the templates take.\n#pragma once");
+        header.constant("SM_ARCH", i64::from(arch.0), "compute capability, major * 10 + minor");
+        header
+    }
+
+    fn constant(&mut self, name: &str, value: i64, why: &str) {
+        let _ = writeln!(self.text, "constexpr int {name} = {value}; // {why}");
+    }
+
+    fn parameters(&mut self, config: &KernelConfig) {
+        for (row, (name, value)) in KernelConfig::rows(config.kernel()).iter().zip(config.constants()) {
+            let named = if row.value_names.is_empty() { String::new() } else { format!(" {}:", row.display(value)) };
+            self.constant(name, value.into(), &format!("tuned,{named} {}", row.unit));
+        }
+    }
+
+    fn launch(&mut self, launch: &KernelLaunch) {
+        self.constant("THREADS", launch.threads.into(), "threads per block");
+        self.constant("SMEM_BYTES", launch.smem_bytes as i64, "dynamic shared memory of a block");
+    }
+}
+
+fn dtype_code(dtype: Option<Dtype>) -> i64 {
+    match dtype {
+        None => -1,
+        Some(Dtype::Bf16) => 0,
+        Some(Dtype::F16) => 1,
+        Some(Dtype::F32) => 2,
+    }
+}
+
+/// Sizes, dtypes and options that forward and step share.
+struct Common {
+    nheads: usize,
+    ngroups: usize,
+    headdim: usize,
+    dstate: usize,
+    dtype: Dtype,
+    dt_dtype: Dtype,
+    d: DKind,
+    z: bool,
+    dt_bias: bool,
+    dt_softplus: bool,
+    dt_limit: DtLimit,
+}
+
+impl Common {
+    fn write(&self, header: &mut Header) {
+        const DTYPE: &str = "-1 none, 0 bf16, 1 f16, 2 f32";
+        header.constant("HEADDIM", self.headdim as i64, "elements of x per head");
+        header.constant("DSTATE", self.dstate as i64, "state size");
+        header.constant("HEADS_PER_GROUP", (self.nheads / self.ngroups.max(1)) as i64, "heads that share B and C");
+        header.constant("X_DTYPE", dtype_code(Some(self.dtype)), DTYPE);
+        header.constant("DT_DTYPE", dtype_code(Some(self.dt_dtype)), DTYPE);
+        let d = match self.d {
+            DKind::None => 0,
+            DKind::PerHead => 1,
+            DKind::PerHeaddim => 2,
+        };
+        header.constant("D_KIND", d, "0 none, 1 [nheads], 2 [nheads, headdim]");
+        header.constant("HAS_Z", self.z.into(), "output gated by silu(z)");
+        header.constant("HAS_DT_BIAS", self.dt_bias.into(), "dt + dt_bias");
+        header.constant("DT_SOFTPLUS", self.dt_softplus.into(), "softplus after the bias, identity above 20");
+        header.constant("HAS_DT_LIMIT", (self.dt_limit != DtLimit::NONE).into(), "clamp after softplus");
+    }
+}
+
+/// Renders one kernel of the forward pass.
+pub fn render(config: &KernelConfig, problem: &Problem, device: &DeviceFacts) -> Rendered {
+    let kernel = config.kernel();
+    let launch = kernel_launch(config, problem, device);
+    let mut header = Header::new(kernel, device.arch);
+    Common {
+        nheads: problem.nheads,
+        ngroups: problem.ngroups,
+        headdim: problem.headdim,
+        dstate: problem.dstate,
+        dtype: problem.dtype,
+        dt_dtype: problem.dt_dtype,
+        d: problem.d,
+        z: problem.z,
+        dt_bias: problem.dt_bias,
+        dt_softplus: problem.dt_softplus,
+        dt_limit: problem.dt_limit,
+    }
+    .write(&mut header);
+    header.constant("INITIAL_DTYPE", dtype_code(problem.initial_states), "dtype of initial_states, -1 none");
+    header.constant("FINAL_DTYPE", dtype_code(problem.final_states), "dtype of final_states, -1 none");
+    header.constant("PACKED", problem.packed.is_some().into(), "sequences packed in one row, offsets in cu_seqlens");
+    header.constant("USE_TF32", (problem.precision == Precision::Tf32).into(), "one TF32 product instead of three for f32");
+    header.constant("ALIGNED", (problem.alignment == Alignment::Bytes16).into(), "views allow 16-byte copies");
+    header.constant("STATES_ROW", states_row_elems(problem) as i64, "row of a chunk state in the workspace, elements");
+    header.parameters(config);
+    header.launch(&launch);
+    rendered(kernel, header, launch)
+}
+
+/// Renders the decode step.
+pub fn render_step(config: &StateUpdate, problem: &StepProblem, device: &DeviceFacts) -> Rendered {
+    let launch = step_launch(config, problem, device);
+    let mut header = Header::new(Kernel::StateUpdate, device.arch);
+    Common {
+        nheads: problem.nheads,
+        ngroups: problem.ngroups,
+        headdim: problem.headdim,
+        dstate: problem.dstate,
+        dtype: problem.dtype,
+        dt_dtype: problem.dt_dtype,
+        d: problem.d,
+        z: problem.z,
+        dt_bias: problem.dt_bias,
+        dt_softplus: problem.dt_softplus,
+        dt_limit: problem.dt_limit,
+    }
+    .write(&mut header);
+    header.constant("STATE_DTYPE", dtype_code(Some(problem.state_dtype)), "dtype of the state cache");
+    header.constant("HAS_INDICES", problem.indices.into(), "slot of each row in state_batch_indices");
+    header.parameters(&KernelConfig::StateUpdate(*config));
+    header.launch(&launch);
+    rendered(Kernel::StateUpdate, header, launch)
+}
+
+fn rendered(kernel: Kernel, header: Header, launch: KernelLaunch) -> Rendered {
+    let (source_name, source) = entry_file(kernel);
+    Rendered { kernel, entry: kernel.name(), source_name, source, config_header: header.text, launch }
+}

@@ -1,0 +1,156 @@
+//! Everything derived from a problem and a config: grids, threads, shared memory, workspace. Pure functions, never stored.
+
+use crate::parameters::{ChunkCumsum, ComputeOut, FwdPassState, StateUpdate};
+use crate::{DeviceFacts, Kernel, KernelConfig, Problem, StepProblem, StrategyConfig};
+
+/// Tokens of one shared-memory tile in fwd_pass_state and compute_out.
+pub const TILE_TOKENS: usize = 64;
+/// Elements that each shared-memory row is longer than its data, so that rows start in different banks.
+pub const ROW_PAD_ELEMS: usize = 8;
+/// Grids are one-dimensional; blocks loop over work beyond this.
+pub const MAX_GRID_X: u64 = (1 << 31) - 1;
+/// Regions of the workspace start at multiples of this.
+pub const WORKSPACE_ALIGN_BYTES: usize = 256;
+
+/// How one kernel is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KernelLaunch {
+    /// Which kernel.
+    pub kernel: Kernel,
+    /// Blocks along x. 0 means there is nothing to do and nothing is launched.
+    pub grid: u32,
+    /// Threads per block.
+    pub threads: u32,
+    /// Dynamic shared memory of a block, in bytes.
+    pub smem_bytes: usize,
+    /// Work items the blocks share.
+    pub work_items: u64,
+}
+
+/// A piece of the workspace.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Region {
+    /// Offset from the start of the workspace, a multiple of [`WORKSPACE_ALIGN_BYTES`].
+    pub offset_bytes: usize,
+    /// Length.
+    pub bytes: usize,
+}
+
+/// Where intermediates live in the caller's workspace. Chunk slots: see [`Problem::chunk_slots`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Workspace {
+    /// dt after bias, softplus and limit; f32 `[slots, nheads, chunk_size]` (bht) or `[slots, chunk_size, nheads]` (bth).
+    pub dt_out: Region,
+    /// G, log2 units; as dt_out.
+    pub da_cumsum: Region,
+    /// dt * exp2(G_last - G); as dt_out.
+    pub state_weight: Region,
+    /// State at each chunk start, x's dtype, `[slots, nheads, headdim, dstate rounded up to 8]`.
+    pub states: Region,
+    /// Bytes of the whole.
+    pub total_bytes: usize,
+}
+
+/// Launches and workspace of a forward pass.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LaunchPlan {
+    /// In launch order.
+    pub launches: Vec<KernelLaunch>,
+    /// The caller's workspace.
+    pub workspace: Workspace,
+}
+
+/// dstate as stored in the workspace: rows stay 16-byte aligned.
+pub fn states_row_elems(problem: &Problem) -> usize {
+    problem.dstate.next_multiple_of(8)
+}
+
+fn tile_bytes(rows: usize, cols: u32, elem_bytes: usize) -> usize {
+    rows * (cols as usize + ROW_PAD_ELEMS) * elem_bytes
+}
+
+fn chunk_cumsum_launch(c: &ChunkCumsum, problem: &Problem) -> KernelLaunch {
+    let items = problem.chunk_slots(c.chunk_size as usize) as u64 * (problem.nheads as u64).div_ceil(c.block_h.into());
+    launch(Kernel::ChunkCumsum, items, items, 32 * c.block_h, 0)
+}
+
+/// One warp a head scans in registers; the tile in shared memory only reorders the stores of layout bth.
+fn fwd_pass_state_launch(c: &FwdPassState, problem: &Problem) -> KernelLaunch {
+    let elem = problem.dtype.size_bytes();
+    let ring = c.stages as usize
+        * (tile_bytes(TILE_TOKENS, c.block_head, elem) + tile_bytes(TILE_TOKENS, c.block_state, elem) + TILE_TOKENS * 4);
+    let staging = tile_bytes(c.block_head as usize, c.block_state, elem);
+    let items = (problem.sequences() * problem.nheads) as u64
+        * problem.headdim.div_ceil(c.block_head as usize) as u64
+        * problem.dstate.div_ceil(c.block_state as usize) as u64;
+    launch(Kernel::FwdPassState, items, items, 32 * c.warps, ring + staging)
+}
+
+fn compute_out_launch(c: &ComputeOut, problem: &Problem, device: &DeviceFacts) -> KernelLaunch {
+    let elem = problem.dtype.size_bytes();
+    let rows = 16 * c.warps as usize;
+    let dstate_padded = problem.dstate.next_multiple_of(c.block_state as usize) as u32;
+    let c_tile = tile_bytes(rows, dstate_padded.max(c.block_head), elem);
+    let stage = tile_bytes(c.block_head as usize, c.block_state, elem)
+        .max(tile_bytes(TILE_TOKENS, c.block_state, elem))
+        .max(tile_bytes(TILE_TOKENS, c.block_head, elem));
+    let vectors = 2 * (c.block_h * c.chunk_size) as usize * 4;
+    let items = problem.chunk_slots(c.chunk_size as usize) as u64
+        * (c.chunk_size as usize / rows.min(c.chunk_size as usize)) as u64
+        * (problem.nheads as u64).div_ceil(c.block_h.into())
+        * problem.headdim.div_ceil(c.block_head as usize) as u64;
+    let blocks = if c.persistent == 1 { items.min(u64::from(device.sm_count * c.occupancy)) } else { items };
+    launch(Kernel::ComputeOut, items, blocks, 32 * c.warps, c_tile + c.stages as usize * stage + vectors)
+}
+
+/// Launch of one kernel of the forward pass. The config need not be legal; sizes are still meaningful for messages.
+pub fn kernel_launch(config: &KernelConfig, problem: &Problem, device: &DeviceFacts) -> KernelLaunch {
+    match config {
+        KernelConfig::ChunkCumsum(c) => chunk_cumsum_launch(c, problem),
+        KernelConfig::FwdPassState(c) => fwd_pass_state_launch(c, problem),
+        KernelConfig::ComputeOut(c) => compute_out_launch(c, problem, device),
+        KernelConfig::StateUpdate(_) => launch(Kernel::StateUpdate, 0, 0, 32, 0),
+    }
+}
+
+/// Launch of the decode step.
+pub fn step_launch(c: &StateUpdate, problem: &StepProblem, _device: &DeviceFacts) -> KernelLaunch {
+    let items = (problem.batch * problem.nheads) as u64 * problem.headdim.div_ceil(c.block_head as usize) as u64;
+    launch(Kernel::StateUpdate, items, items, 32 * c.warps, 0)
+}
+
+fn launch(kernel: Kernel, work_items: u64, blocks: u64, threads: u32, smem_bytes: usize) -> KernelLaunch {
+    KernelLaunch { kernel, grid: blocks.min(MAX_GRID_X) as u32, threads, smem_bytes, work_items }
+}
+
+/// Launches and workspace of a whole strategy.
+pub fn plan(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) -> LaunchPlan {
+    let launches = config.kernels().iter().map(|k| kernel_launch(k, problem, device)).collect();
+    LaunchPlan { launches, workspace: workspace(config, problem) }
+}
+
+fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
+    let mut at = 0usize;
+    let mut region = |bytes: usize| {
+        let region = Region { offset_bytes: at, bytes };
+        at += bytes.next_multiple_of(WORKSPACE_ALIGN_BYTES);
+        region
+    };
+    let chunk_size = config.chunk_size() as usize;
+    let slots = problem.chunk_slots(chunk_size);
+    let per_token = slots * problem.nheads * chunk_size * 4;
+    let states = slots * problem.nheads * problem.headdim * states_row_elems(problem) * problem.dtype.size_bytes();
+    match config {
+        StrategyConfig::ThreeKernel(_) => {
+            let mut w = Workspace {
+                dt_out: region(per_token),
+                da_cumsum: region(per_token),
+                state_weight: region(per_token),
+                states: region(states),
+                total_bytes: 0,
+            };
+            w.total_bytes = at;
+            w
+        }
+    }
+}

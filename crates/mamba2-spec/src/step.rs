@@ -1,0 +1,153 @@
+use std::fmt;
+use std::str::FromStr;
+
+use crate::problem::{for_each_pair, parse_value, size};
+use crate::{Dtype, DKind, DtLimit, SpecError};
+
+/// One decode call (mamba_ssm's `selective_state_update`): a state cache updated in place, one or a few tokens per row.
+///
+/// | tensor | shape | dtype |
+/// |---|---|---|
+/// | state (in place) | `[slots, nheads, headdim, dstate]` | `state_dtype` |
+/// | x, z, out | `[batch, tokens, nheads, headdim]` | `dtype` |
+/// | dt | `[batch, tokens, nheads]` | `dt_dtype` |
+/// | B, C | `[batch, tokens, ngroups, dstate]` | `dtype` |
+/// | A, dt_bias | `[nheads]` | f32 |
+/// | D | `[nheads]` or `[nheads, headdim]` | f32 |
+/// | state_batch_indices | `[batch]` | i32; -1 skips the row and touches nothing |
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepProblem {
+    /// Rows.
+    pub batch: usize,
+    /// Tokens per row, applied in order (1 for plain decode).
+    pub tokens: usize,
+    /// Slots of the state cache; at least `batch` without indices.
+    pub slots: usize,
+    /// Heads.
+    pub nheads: usize,
+    /// Elements of x per head, 1..=256.
+    pub headdim: usize,
+    /// Groups that share B and C.
+    pub ngroups: usize,
+    /// State size, 1..=512.
+    pub dstate: usize,
+    /// dtype of x, B, C, z and out.
+    pub dtype: Dtype,
+    /// dtype of dt.
+    pub dt_dtype: Dtype,
+    /// dtype of the state cache.
+    pub state_dtype: Dtype,
+    /// Rank of D.
+    pub d: DKind,
+    /// True if the output is gated by `silu(z)`.
+    pub z: bool,
+    /// True if dt_bias is added to dt.
+    pub dt_bias: bool,
+    /// True if softplus follows the bias.
+    pub dt_softplus: bool,
+    /// Clamp after softplus.
+    pub dt_limit: DtLimit,
+    /// True if state_batch_indices is given; otherwise row `i` uses slot `i`.
+    pub indices: bool,
+}
+
+impl StepProblem {
+    /// Plain decode: bf16 inputs, f32 state, D per head, one token, no indices.
+    pub fn new(batch: usize, nheads: usize, headdim: usize, ngroups: usize, dstate: usize) -> StepProblem {
+        StepProblem {
+            batch,
+            tokens: 1,
+            slots: batch,
+            nheads,
+            headdim,
+            ngroups,
+            dstate,
+            dtype: Dtype::Bf16,
+            dt_dtype: Dtype::Bf16,
+            state_dtype: Dtype::F32,
+            d: DKind::PerHead,
+            z: false,
+            dt_bias: false,
+            dt_softplus: false,
+            dt_limit: DtLimit::NONE,
+            indices: false,
+        }
+    }
+
+    /// Checks every size and option.
+    ///
+    /// # Errors
+    /// [`SpecError::Size`] or [`SpecError::Option`].
+    pub fn check(&self) -> Result<(), SpecError> {
+        size("nheads", self.nheads, 1, 1 << 20)?;
+        size("headdim", self.headdim, 1, 256)?;
+        size("ngroups", self.ngroups, 1, self.nheads)?;
+        size("dstate", self.dstate, 1, 512)?;
+        size("tokens", self.tokens, 1, 64)?;
+        if !self.nheads.is_multiple_of(self.ngroups) {
+            return Err(SpecError::Size {
+                name: "nheads",
+                expected: format!("a multiple of ngroups = {}", self.ngroups),
+                got: self.nheads.to_string(),
+            });
+        }
+        if !self.indices && self.slots < self.batch {
+            return Err(SpecError::Size {
+                name: "slots",
+                expected: format!("at least batch = {} without state_batch_indices", self.batch),
+                got: self.slots.to_string(),
+            });
+        }
+        self.dt_limit.check()
+    }
+}
+
+/// Step shapes: `b=64,h=80,p=64,g=1,n=128[,t=1][,slots=..][,dtype=bf16][,state=f32]`.
+impl FromStr for StepProblem {
+    type Err = SpecError;
+
+    fn from_str(text: &str) -> Result<StepProblem, SpecError> {
+        let mut step = StepProblem::new(0, 0, 0, 0, 0);
+        let mut slots = None;
+        for_each_pair(text, |key, value| {
+            let number = || parse_value::<usize>(key, value, "a whole number");
+            match key {
+                "b" => step.batch = number()?,
+                "h" => step.nheads = number()?,
+                "p" => step.headdim = number()?,
+                "g" => step.ngroups = number()?,
+                "n" => step.dstate = number()?,
+                "t" => step.tokens = number()?,
+                "slots" => slots = Some(number()?),
+                "dtype" => {
+                    step.dtype = value.parse()?;
+                    step.dt_dtype = step.dtype;
+                }
+                "state" => step.state_dtype = value.parse()?,
+                _ => {
+                    return Err(SpecError::Option {
+                        key: key.into(),
+                        expected: "one of b, h, p, g, n, t, slots, dtype, state".into(),
+                        got: text.into(),
+                    });
+                }
+            }
+            Ok(())
+        })?;
+        step.slots = slots.unwrap_or(step.batch);
+        step.indices = slots.is_some();
+        step.check()?;
+        Ok(step)
+    }
+}
+
+impl fmt::Display for StepProblem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "b={},t={},h={},p={},g={},n={},dtype={},state={}",
+            self.batch, self.tokens, self.nheads, self.headdim, self.ngroups, self.dstate, self.dtype, self.state_dtype
+        )?;
+        if self.indices { write!(f, ",slots={}", self.slots) } else { Ok(()) }
+    }
+}

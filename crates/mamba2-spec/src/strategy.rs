@@ -1,0 +1,154 @@
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::SpecError;
+use crate::parameters::{ChunkCumsum, ComputeOut, FwdPassState, Parameters, StateUpdate};
+
+/// A kernel of `kernel-templates/`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kernel {
+    /// G per chunk, dt after bias, softplus and limit.
+    ChunkCumsum,
+    /// State at each chunk start and final state.
+    FwdPassState,
+    /// Y.
+    ComputeOut,
+    /// One decode step.
+    StateUpdate,
+}
+
+impl Kernel {
+    /// Every kernel.
+    pub const ALL: [Kernel; 4] = [Kernel::ChunkCumsum, Kernel::FwdPassState, Kernel::ComputeOut, Kernel::StateUpdate];
+
+    /// Name of the kernel, of its template file (without `.cu`) and of its entry function.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Kernel::ChunkCumsum => "chunk_cumsum",
+            Kernel::FwdPassState => "fwd_pass_state",
+            Kernel::ComputeOut => "compute_out",
+            Kernel::StateUpdate => "state_update",
+        }
+    }
+}
+
+impl fmt::Display for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Kernel {
+    type Err = SpecError;
+
+    fn from_str(text: &str) -> Result<Kernel, SpecError> {
+        Kernel::ALL.into_iter().find(|k| k.name() == text).ok_or_else(|| SpecError::Option {
+            key: "kernel".into(),
+            expected: format!("one of {:?}", Kernel::ALL.map(Kernel::name)),
+            got: text.into(),
+        })
+    }
+}
+
+/// Configs of the three kernels. `chunk_size` and `layout` agree (rule S01).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ThreeKernelConfig {
+    /// First launch.
+    pub chunk_cumsum: ChunkCumsum,
+    /// Second launch.
+    pub fwd_pass_state: FwdPassState,
+    /// Third launch.
+    pub compute_out: ComputeOut,
+}
+
+/// How a forward pass is done, with every searched parameter. The only thing a tuning database stores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(tag = "strategy", rename_all = "snake_case")]
+pub enum StrategyConfig {
+    /// chunk_cumsum, fwd_pass_state, compute_out.
+    ThreeKernel(ThreeKernelConfig),
+}
+
+impl StrategyConfig {
+    /// `three_kernel`, ...
+    pub fn name(&self) -> &'static str {
+        match self {
+            StrategyConfig::ThreeKernel(_) => "three_kernel",
+        }
+    }
+
+    /// Tokens per chunk.
+    pub fn chunk_size(&self) -> u32 {
+        match self {
+            StrategyConfig::ThreeKernel(c) => c.compute_out.chunk_size,
+        }
+    }
+
+    /// The kernels in launch order, with their configs.
+    pub fn kernels(&self) -> Vec<KernelConfig> {
+        match self {
+            StrategyConfig::ThreeKernel(c) => vec![
+                KernelConfig::ChunkCumsum(c.chunk_cumsum),
+                KernelConfig::FwdPassState(c.fwd_pass_state),
+                KernelConfig::ComputeOut(c.compute_out),
+            ],
+        }
+    }
+}
+
+/// `strategy:kernel(name=value,...);kernel(...)`, for people and logs.
+impl fmt::Display for StrategyConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kernels: Vec<String> = self.kernels().iter().map(|k| format!("{}({})", k.kernel(), k.to_text())).collect();
+        write!(f, "{}:{}", self.name(), kernels.join(";"))
+    }
+}
+
+macro_rules! kernel_config {
+    ($($kernel:ident),+) => {
+        /// One kernel with its parameters.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[allow(missing_docs)]
+        pub enum KernelConfig { $($kernel($kernel)),+ }
+
+        impl KernelConfig {
+            /// Which kernel.
+            pub fn kernel(&self) -> Kernel {
+                match self { $(KernelConfig::$kernel(_) => Kernel::$kernel),+ }
+            }
+
+            /// `(CUDA constant, value)` of every parameter.
+            pub fn constants(&self) -> Vec<(&'static str, u32)> {
+                match self { $(KernelConfig::$kernel(p) => p.constants()),+ }
+            }
+
+            /// `name=value,...`
+            pub fn to_text(&self) -> String {
+                match self { $(KernelConfig::$kernel(p) => p.to_text()),+ }
+            }
+
+            /// Reads `name=value,...` for `kernel`, on top of the defaults.
+            ///
+            /// # Errors
+            /// [`SpecError::Option`] for an unknown name or a value outside its domain.
+            pub fn from_text(kernel: Kernel, text: &str) -> Result<KernelConfig, SpecError> {
+                Ok(match kernel { $(Kernel::$kernel => KernelConfig::$kernel($kernel::from_text(text)?)),+ })
+            }
+
+            /// Every combination of the domains of `kernel`; legality is for [`crate::rules`].
+            pub fn space(kernel: Kernel) -> Vec<KernelConfig> {
+                match kernel { $(Kernel::$kernel => $kernel::space().into_iter().map(KernelConfig::$kernel).collect()),+ }
+            }
+
+            /// The rows of the parameter table of `kernel`.
+            pub fn rows(kernel: Kernel) -> &'static [crate::parameters::Row] {
+                match kernel { $(Kernel::$kernel => $kernel::ROWS),+ }
+            }
+        }
+    };
+}
+
+kernel_config!(ChunkCumsum, FwdPassState, ComputeOut, StateUpdate);

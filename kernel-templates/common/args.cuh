@@ -1,0 +1,80 @@
+// What every kernel is given. Mirrored field by field in crates/mamba2-cuda/src/args.rs; the size is asserted on both sides.
+#pragma once
+
+using int64 = long long;
+
+// Element strides of [batch, seqlen, heads or groups, innermost]; the innermost axis is contiguous.
+struct Strides {
+  int64 batch;
+  int64 token;
+  int64 head;
+};
+
+struct ForwardArgs {
+  const void* x;               // [batch, seqlen, nheads, headdim], X_DTYPE
+  const void* dt;              // [batch, seqlen, nheads], DT_DTYPE
+  const float* A;              // [nheads]
+  const void* B;               // [batch, seqlen, ngroups, dstate], X_DTYPE
+  const void* C;               // as B
+  const float* D;              // [nheads] or [nheads, headdim], or null
+  const void* z;               // as x, or null
+  const float* dt_bias;        // [nheads], or null
+  const void* initial_states;  // [sequences, nheads, headdim, dstate], INITIAL_DTYPE, or null
+  const int* cu_seqlens;       // [sequences + 1], or null
+  void* out;                   // as x
+  void* final_states;          // [sequences, nheads, headdim, dstate], FINAL_DTYPE, or null
+  float* dt_out;               // workspace, see launch.rs
+  float* da_cumsum;            // workspace
+  float* state_weight;         // workspace
+  void* states;                // workspace, [slots, nheads, headdim, STATES_ROW], X_DTYPE
+  Strides x_strides;
+  Strides dt_strides;
+  Strides b_strides;
+  Strides c_strides;
+  Strides z_strides;
+  Strides out_strides;
+  int64 initial_strides[3];  // sequence, head, headdim
+  int64 final_strides[3];    // sequence, head, headdim
+  int64 d_head_stride;
+  int64 work_items;
+  int batch;
+  int seqlen;
+  int nheads;
+  int sequences;
+  int chunk_slots;
+  int chunks_per_row;  // chunk slots of one batch row; 0 when packed
+  float dt_min;
+  float dt_max;
+};
+static_assert(sizeof(ForwardArgs) == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 8 * 4, "args.rs mirrors this struct");
+
+struct StepArgs {
+  void* state;                     // [slots, nheads, headdim, dstate], STATE_DTYPE, updated in place
+  const void* x;                   // [batch, tokens, nheads, headdim], X_DTYPE
+  const void* dt;                  // [batch, tokens, nheads], DT_DTYPE
+  const float* A;                  // [nheads]
+  const void* B;                   // [batch, tokens, ngroups, dstate], X_DTYPE
+  const void* C;                   // as B
+  const float* D;                  // [nheads] or [nheads, headdim], or null
+  const void* z;                   // as x, or null
+  const float* dt_bias;            // [nheads], or null
+  const int* state_batch_indices;  // [batch], or null; a negative index skips the row
+  void* out;                       // as x
+  Strides x_strides;
+  Strides dt_strides;
+  Strides b_strides;
+  Strides c_strides;
+  Strides z_strides;
+  Strides out_strides;
+  int64 state_strides[3];  // slot, head, headdim
+  int64 d_head_stride;
+  int64 indices_stride;
+  int64 work_items;
+  int batch;
+  int tokens;
+  int nheads;
+  int slots;
+  float dt_min;
+  float dt_max;
+};
+static_assert(sizeof(StepArgs) == 11 * 8 + 18 * 8 + 3 * 8 + 3 * 8 + 6 * 4, "args.rs mirrors this struct");
