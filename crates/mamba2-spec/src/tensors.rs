@@ -230,10 +230,10 @@ fn expected_d(kind: DKind, nheads: usize, headdim: usize) -> Expected {
 ///
 /// # Errors
 /// The first tensor that does not fit, with the expected and the found value. Nothing was computed.
-pub fn check_forward<T: HasMeta>(
+pub fn check_forward<I: HasMeta, O: HasMeta>(
     problem: &Problem,
-    inputs: &ForwardInputs<T>,
-    outputs: &ForwardOutputs<T>,
+    inputs: &ForwardInputs<I>,
+    outputs: &ForwardOutputs<O>,
 ) -> Result<(), SpecError> {
     problem.check()?;
     let p = problem;
@@ -271,11 +271,12 @@ pub fn check_forward<T: HasMeta>(
 }
 
 /// True if x, B, C, z and out start at, and step by, multiples of 16 bytes.
-fn views_allow_16_byte_copies<T: HasMeta>(inputs: &ForwardInputs<T>, outputs: &ForwardOutputs<T>) -> bool {
-    [Some(&inputs.x), Some(&inputs.b), Some(&inputs.c), inputs.z.as_ref(), Some(&outputs.out)]
+fn views_allow_16_byte_copies<I: HasMeta, O: HasMeta>(inputs: &ForwardInputs<I>, outputs: &ForwardOutputs<O>) -> bool {
+    [Some(&inputs.x), Some(&inputs.b), Some(&inputs.c), inputs.z.as_ref()]
         .into_iter()
         .flatten()
         .all(is_16_byte_aligned)
+        && is_16_byte_aligned(&outputs.out)
 }
 
 fn is_16_byte_aligned<T: HasMeta>(tensor: &T) -> bool {
@@ -288,7 +289,7 @@ fn is_16_byte_aligned<T: HasMeta>(tensor: &T) -> bool {
 
 impl<T: HasMeta> ForwardInputs<T> {
     /// The strongest [`Alignment`] that these views allow.
-    pub fn alignment(&self, outputs: &ForwardOutputs<T>) -> Alignment {
+    pub fn alignment<O: HasMeta>(&self, outputs: &ForwardOutputs<O>) -> Alignment {
         if views_allow_16_byte_copies(self, outputs) { Alignment::Bytes16 } else { Alignment::Element }
     }
 }
@@ -321,10 +322,10 @@ pub fn check_cu_seqlens(cu_seqlens: &[i32], seqlen: usize) -> Result<(), SpecErr
 ///
 /// # Errors
 /// As [`check_forward`].
-pub fn check_step<T: HasMeta>(
+pub fn check_step<I: HasMeta, O: HasMeta>(
     problem: &StepProblem,
-    inputs: &StepInputs<T>,
-    outputs: &StepOutputs<T>,
+    inputs: &StepInputs<I>,
+    outputs: &StepOutputs<O>,
 ) -> Result<(), SpecError> {
     problem.check()?;
     let p = problem;
