@@ -1,0 +1,37 @@
+// Scalar instructions.
+#pragma once
+
+// 2^v; relative error below 2^-22 over the whole range, flushes denormals. Any sm.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
+// Two floats to one register of bf16: `low` in the lower half. sm_80.
+__device__ __forceinline__ unsigned cvt_rn_bf16x2(float high, float low) {
+  unsigned r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// Two floats to one register of f16: `low` in the lower half. sm_80.
+__device__ __forceinline__ unsigned cvt_rn_f16x2(float high, float low) {
+  unsigned r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// f16 bits to float.
+__device__ __forceinline__ float cvt_f32_f16(unsigned short v) {
+  float r;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(v));
+  return r;
+}
+
+// float to TF32 (19 significant bits kept), round to nearest. sm_80.
+__device__ __forceinline__ unsigned cvt_rna_tf32(float v) {
+  unsigned r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(v));
+  return r;
+}

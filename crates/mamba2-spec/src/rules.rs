@@ -28,7 +28,7 @@ rules! {
     S02 false "a fixed chunk_size of the problem is the chunk_size of every kernel";
     S03 false "shared memory fits what one block may opt in to on the device";
     F01 true "CHUNK_SIZE is a multiple of the 64-token tile";
-    F02 true "each warp of fwd_pass_state owns whole 16 x 8 accumulator tiles";
+    F02 true "each warp of fwd_pass_state owns whole 16 x 16 accumulator tiles";
     F03 true "accumulators of fwd_pass_state stay within 64 registers a thread: more spills";
     F04 false "a block is not wider than the padded tensor: the rest would be work on zeros";
     O01 true "CHUNK_SIZE is a multiple of the 64-token tile";
@@ -96,7 +96,7 @@ fn check_fwd_pass_state(config: &KernelConfig, c: &FwdPassState, problem: &Probl
     let (m, n) = if c.swap_ab == 1 { (c.block_state, c.block_head) } else { (c.block_head, c.block_state) };
     let warps_m = c.warps.min(m / 16);
     let warps_n = c.warps / warps_m;
-    require(config, "F02", warps_m * warps_n == c.warps && n.is_multiple_of(8 * warps_n) && m.is_multiple_of(16 * warps_m), || {
+    require(config, "F02", warps_m * warps_n == c.warps && n.is_multiple_of(16 * warps_n) && m.is_multiple_of(16 * warps_m), || {
         format!("M = {m}, N = {n}, {warps_m} x {warps_n} warps")
     })?;
     let accumulators = m * n / (32 * c.warps);
