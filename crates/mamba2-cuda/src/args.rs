@@ -1,0 +1,233 @@
+//! The parameters of the kernels: the structs of `kernel-templates/common/args.cuh`, field by field. A test compares names and
+//! offsets with that file.
+
+use mamba2_spec::{HasMeta, Problem, StepProblem};
+
+use crate::tensor::DeviceTensor;
+use crate::{CudaError, Device};
+
+macro_rules! argument_struct {
+    ($(#[doc = $doc:literal])+ $name:ident { $($field:ident: $ty:ty,)+ }) => {
+        $(#[doc = $doc])+
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, Default)]
+        #[allow(non_snake_case)] // A, B, C and D are the names of the header
+        pub(crate) struct $name { $(pub $field: $ty,)+ }
+
+        #[cfg(test)]
+        impl $name {
+            const FIELDS: &'static [(&'static str, usize)] =
+                &[$((stringify!($field), std::mem::offset_of!($name, $field))),+];
+        }
+    };
+}
+
+argument_struct! {
+    /// Element strides of `[batch, seqlen, heads or groups, innermost]`; the innermost axis is contiguous.
+    Strides {
+        batch: i64,
+        token: i64,
+        head: i64,
+    }
+}
+
+argument_struct! {
+    /// Parameter of the kernels of a forward pass.
+    ForwardArgs {
+        x: u64,
+        dt: u64,
+        A: u64,
+        B: u64,
+        C: u64,
+        D: u64,
+        z: u64,
+        dt_bias: u64,
+        initial_states: u64,
+        cu_seqlens: u64,
+        out: u64,
+        final_states: u64,
+        dt_out: u64,
+        da_cumsum: u64,
+        state_weight: u64,
+        states: u64,
+        x_strides: Strides,
+        dt_strides: Strides,
+        b_strides: Strides,
+        c_strides: Strides,
+        z_strides: Strides,
+        out_strides: Strides,
+        initial_strides: [i64; 3],
+        final_strides: [i64; 3],
+        d_head_stride: i64,
+        work_items: i64,
+        batch: i32,
+        seqlen: i32,
+        nheads: i32,
+        sequences: i32,
+        chunk_slots: i32,
+        chunks_per_row: i32,
+        dt_min: f32,
+        dt_max: f32,
+    }
+}
+
+argument_struct! {
+    /// Parameter of `state_update`.
+    StepArgs {
+        state: u64,
+        x: u64,
+        dt: u64,
+        A: u64,
+        B: u64,
+        C: u64,
+        D: u64,
+        z: u64,
+        dt_bias: u64,
+        state_batch_indices: u64,
+        out: u64,
+        x_strides: Strides,
+        dt_strides: Strides,
+        b_strides: Strides,
+        c_strides: Strides,
+        z_strides: Strides,
+        out_strides: Strides,
+        state_strides: [i64; 3],
+        d_head_stride: i64,
+        indices_stride: i64,
+        work_items: i64,
+        batch: i32,
+        tokens: i32,
+        nheads: i32,
+        slots: i32,
+        dt_min: f32,
+        dt_max: f32,
+    }
+}
+
+const _: () = assert!(size_of::<ForwardArgs>() == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 8 * 4);
+const _: () = assert!(size_of::<StepArgs>() == 11 * 8 + 18 * 8 + 3 * 8 + 3 * 8 + 6 * 4);
+
+impl ForwardArgs {
+    /// The fields that do not change from call to call.
+    pub fn of(problem: &Problem, chunk_size: u32) -> Result<ForwardArgs, CudaError> {
+        let chunk_slots = problem.chunk_slots(chunk_size as usize);
+        let chunks_per_row =
+            if problem.packed.is_some() { 0 } else { problem.seqlen.div_ceil(chunk_size as usize) };
+        Ok(ForwardArgs {
+            batch: narrow("batch", problem.batch)?,
+            seqlen: narrow("seqlen", problem.seqlen)?,
+            nheads: narrow("nheads", problem.nheads)?,
+            sequences: narrow("sequences", problem.sequences())?,
+            chunk_slots: narrow("chunks of all sequences", chunk_slots)?,
+            chunks_per_row: narrow("chunks of a row", chunks_per_row)?,
+            dt_min: problem.dt_limit.min,
+            dt_max: problem.dt_limit.max,
+            ..ForwardArgs::default()
+        })
+    }
+}
+
+impl StepArgs {
+    /// The fields that do not change from call to call.
+    pub fn of(problem: &StepProblem) -> Result<StepArgs, CudaError> {
+        Ok(StepArgs {
+            batch: narrow("batch", problem.batch)?,
+            tokens: narrow("tokens", problem.tokens)?,
+            nheads: narrow("nheads", problem.nheads)?,
+            slots: narrow("slots", problem.slots)?,
+            dt_min: problem.dt_limit.min,
+            dt_max: problem.dt_limit.max,
+            ..StepArgs::default()
+        })
+    }
+}
+
+fn narrow(name: &'static str, got: usize) -> Result<i32, CudaError> {
+    i32::try_from(got).map_err(|_| CudaError::TooLarge { name, got })
+}
+
+/// Reads addresses and strides of one call's tensors, all on one device.
+pub(crate) struct Reader<'a> {
+    pub device: &'a Device,
+}
+
+impl Reader<'_> {
+    pub fn address(&self, name: &'static str, tensor: &DeviceTensor) -> Result<u64, CudaError> {
+        tensor.check(name, self.device)
+    }
+
+    /// Address, 0 if absent.
+    pub fn optional(&self, name: &'static str, tensor: Option<&DeviceTensor>) -> Result<u64, CudaError> {
+        tensor.map_or(Ok(0), |t| self.address(name, t))
+    }
+}
+
+/// The outer strides of a token tensor, zero if absent.
+pub(crate) fn token_strides(tensor: Option<&DeviceTensor>) -> Strides {
+    let [batch, token, head] = outer_strides(tensor);
+    Strides { batch, token, head }
+}
+
+/// The first three strides, zero if absent.
+pub(crate) fn outer_strides(tensor: Option<&DeviceTensor>) -> [i64; 3] {
+    match tensor.map(|t| t.meta().strides()) {
+        Some([a, b, c, ..]) => [*a as i64, *b as i64, *c as i64],
+        _ => [0; 3],
+    }
+}
+
+/// Stride of the first axis, zero if absent.
+pub(crate) fn first_stride(tensor: Option<&DeviceTensor>) -> i64 {
+    tensor.and_then(|t| t.meta().strides().first()).map_or(0, |s| *s as i64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `(name, offset)` of every field of a struct of args.cuh, laid out by C's rules for these types.
+    fn fields_of_header(name: &str) -> Vec<(String, usize)> {
+        let (_, text) = mamba2_kernels::HEADERS.iter().find(|h| h.0 == "common/args.cuh").expect("header");
+        let body = text.split(&format!("struct {name} {{")).nth(1).expect("struct").split("};").next().expect("end");
+        let mut at = 0usize;
+        let mut fields = Vec::new();
+        for line in body.lines().filter_map(|l| l.split("//").next()).map(str::trim).filter(|l| !l.is_empty()) {
+            let declaration = line.strip_suffix(';').expect("one field a line");
+            let (ty, field) = declaration.rsplit_once(' ').expect("type and name");
+            let (field, count) = match field.split_once('[') {
+                Some((field, n)) => (field, n.trim_end_matches(']').parse().expect("extent")),
+                None => (field, 1),
+            };
+            let (size, align) = match ty {
+                pointer if pointer.ends_with('*') => (8, 8),
+                "int64" => (8, 8),
+                "Strides" => (24, 8),
+                "int" | "float" => (4, 4),
+                other => panic!("unknown type {other}"),
+            };
+            at = at.next_multiple_of(align);
+            fields.push((field.to_string(), at));
+            at += size * count;
+        }
+        fields
+    }
+
+    #[test]
+    fn argument_structs_have_the_fields_of_the_header_at_the_same_offsets() {
+        for (name, fields) in
+            [("Strides", Strides::FIELDS), ("ForwardArgs", ForwardArgs::FIELDS), ("StepArgs", StepArgs::FIELDS)]
+        {
+            let ours: Vec<(String, usize)> = fields.iter().map(|(n, o)| (n.to_string(), *o)).collect();
+            assert_eq!(ours, fields_of_header(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn counts_beyond_32_bits_are_refused_by_name() {
+        let mut problem = Problem::new(1 << 30, 1 << 20, 1, 1, 1, 1);
+        let error = ForwardArgs::of(&problem, 64).expect_err("too many chunks");
+        assert!(matches!(error, CudaError::TooLarge { name: "chunks of all sequences", .. }), "{error}");
+        problem.batch = 1;
+        assert_eq!(ForwardArgs::of(&problem, 64).expect("fits").chunks_per_row, 1 << 14);
+    }
+}

@@ -1,0 +1,231 @@
+use std::sync::Arc;
+
+use mamba2_kernels::render;
+use mamba2_spec::launch::{KernelLaunch, LaunchPlan, WORKSPACE_ALIGN_BYTES, plan};
+use mamba2_spec::rules::check_strategy;
+use mamba2_spec::{ForwardInputs, ForwardOutputs, Problem, StrategyConfig, check_forward};
+use rayon::prelude::*;
+
+use crate::args::{ForwardArgs, Reader, first_stride, outer_strides, token_strides};
+use crate::module::Module;
+use crate::{Cubin, CudaError, Device, DeviceBuffer, DeviceTensor, Jit, Stream};
+
+/// A forward pass of one problem with one config, compiled and loaded: calls enqueue and nothing else.
+#[derive(Debug)]
+pub struct LoadedForward {
+    device: Device,
+    problem: Problem,
+    config: StrategyConfig,
+    plan: LaunchPlan,
+    kernels: Vec<LoadedKernel>,
+    fixed: ForwardArgs,
+}
+
+/// One kernel of a loaded call.
+pub(crate) struct LoadedKernel {
+    pub module: Arc<Module>,
+    pub launch: KernelLaunch,
+    pub report: KernelReport,
+}
+
+impl std::fmt::Debug for LoadedKernel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.report.fmt(f)
+    }
+}
+
+/// What is known of a loaded kernel beside its code.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KernelReport {
+    /// How it is launched.
+    pub launch: KernelLaunch,
+    /// What ptxas said it needs.
+    pub resources: Option<crate::Resources>,
+    /// Local memory of a thread, as the driver sees it; anything but 0 is a spill or an array out of registers. Unit: bytes.
+    pub local_bytes: u32,
+    /// Length of the cubin.
+    pub cubin_bytes: usize,
+    /// True if NVRTC was run for it just now, false if it came from the cache.
+    pub compiled_now: bool,
+}
+
+impl LoadedKernel {
+    /// Compiles or fetches `rendered`, and loads it.
+    pub fn load(device: &Device, jit: &Jit, rendered: &mamba2_kernels::Rendered) -> Result<LoadedKernel, CudaError> {
+        let outcome = jit.cubin(rendered, device.facts().arch)?;
+        let launch = rendered.launch;
+        let cubin: &Cubin = &outcome.cubin;
+        let module = device.module(&cubin.key.identity.digest(), || Module::load(device, cubin, &launch))?;
+        let report = KernelReport {
+            launch,
+            resources: cubin.compiled.resources,
+            local_bytes: module.local_bytes,
+            cubin_bytes: cubin.compiled.cubin.len(),
+            compiled_now: outcome.compiled_now,
+        };
+        Ok(LoadedKernel { module, launch, report })
+    }
+}
+
+impl LoadedForward {
+    /// Compiles the kernels of `config` (in parallel, on the current rayon pool) or takes them from the cache, and loads them.
+    /// Must not run while a stream is being captured.
+    ///
+    /// # Errors
+    /// [`CudaError::Spec`] if the config is not legal for the problem on this device, a compile error, or a driver error.
+    pub fn load(
+        device: &Device,
+        jit: &Jit,
+        problem: &Problem,
+        config: &StrategyConfig,
+    ) -> Result<LoadedForward, CudaError> {
+        check_strategy(config, problem, device.facts())?;
+        let fixed = ForwardArgs::of(problem, config.chunk_size())?;
+        let kernels = config
+            .kernels()
+            .par_iter()
+            .map(|kernel| LoadedKernel::load(device, jit, &render(kernel, problem, device.facts())))
+            .collect::<Result<Vec<_>, _>>()?;
+        let plan = plan(config, problem, device.facts());
+        Ok(LoadedForward { device: device.clone(), problem: problem.clone(), config: *config, plan, kernels, fixed })
+    }
+
+    /// The problem it was made for.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// The config it was made with.
+    pub fn config(&self) -> &StrategyConfig {
+        &self.config
+    }
+
+    /// The device it was loaded on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Launches and workspace.
+    pub fn plan(&self) -> &LaunchPlan {
+        &self.plan
+    }
+
+    /// Registers, spills and origin of each kernel, in launch order.
+    pub fn reports(&self) -> impl Iterator<Item = &KernelReport> {
+        self.kernels.iter().map(|k| &k.report)
+    }
+
+    /// Enqueues the forward pass on `stream`. No allocation, no synchronisation; may be captured in a CUDA graph. The contents
+    /// of a device-side cu_seqlens are not looked at: see [`mamba2_spec::check_cu_seqlens`].
+    ///
+    /// The workspace has at least `plan().workspace.total_bytes` bytes, starts at a multiple of
+    /// [`WORKSPACE_ALIGN_BYTES`], and belongs to this call until its work is done.
+    ///
+    /// # Errors
+    /// [`CudaError::Spec`] for a tensor that does not fit the problem, [`CudaError::Address`], [`CudaError::WrongDevice`],
+    /// [`CudaError::Workspace`]; nothing was enqueued then. A driver error at a launch may leave earlier kernels enqueued.
+    pub fn enqueue(
+        &self,
+        stream: &Stream,
+        inputs: &ForwardInputs<DeviceTensor>,
+        outputs: &ForwardOutputs<DeviceTensor>,
+        workspace: &DeviceBuffer,
+    ) -> Result<(), CudaError> {
+        let args = self.args(stream, inputs, outputs, workspace)?;
+        self.launch(stream, args, 0..self.kernels.len())
+    }
+
+    /// Enqueues kernel `index` alone, in the order of `plan().launches`, for timing. The kernels before it must have run on this
+    /// workspace for its results to mean anything.
+    ///
+    /// # Errors
+    /// As [`LoadedForward::enqueue`]; [`CudaError::View`] for an index beyond the last kernel.
+    pub fn enqueue_kernel(
+        &self,
+        index: usize,
+        stream: &Stream,
+        inputs: &ForwardInputs<DeviceTensor>,
+        outputs: &ForwardOutputs<DeviceTensor>,
+        workspace: &DeviceBuffer,
+    ) -> Result<(), CudaError> {
+        if index >= self.kernels.len() {
+            return Err(CudaError::View { available: self.kernels.len(), needed: index + 1 });
+        }
+        let args = self.args(stream, inputs, outputs, workspace)?;
+        self.launch(stream, args, index..index + 1)
+    }
+
+    fn launch(&self, stream: &Stream, mut args: ForwardArgs, which: std::ops::Range<usize>) -> Result<(), CudaError> {
+        let _bound = self.device.bind()?;
+        for kernel in &self.kernels[which] {
+            args.work_items = kernel.launch.work_items as i64;
+            // SAFETY: every kernel of a forward pass takes one ForwardArgs by value. Its pointers are those of tensors whose shapes,
+            // strides and dtypes were checked against the problem the kernel was compiled for; that they are valid was
+            // vouched for when they were made.
+            unsafe { kernel.module.launch(stream, &kernel.launch, &mut args) }?;
+        }
+        Ok(())
+    }
+
+    /// Checks a call and fills its arguments. Allocates nothing.
+    fn args(
+        &self,
+        stream: &Stream,
+        inputs: &ForwardInputs<DeviceTensor>,
+        outputs: &ForwardOutputs<DeviceTensor>,
+        workspace: &DeviceBuffer,
+    ) -> Result<ForwardArgs, CudaError> {
+        check_forward(&self.problem, inputs, outputs)?;
+        check_stream(stream, &self.device)?;
+        let base = check_workspace(workspace, self.plan.workspace.total_bytes, &self.device)?;
+        let read = Reader { device: &self.device };
+        let region = |r: mamba2_spec::launch::Region| base + r.offset_bytes as u64;
+        let w = &self.plan.workspace;
+        Ok(ForwardArgs {
+            x: read.address("x", &inputs.x)?,
+            dt: read.address("dt", &inputs.dt)?,
+            A: read.address("A", &inputs.a)?,
+            B: read.address("B", &inputs.b)?,
+            C: read.address("C", &inputs.c)?,
+            D: read.optional("D", inputs.d.as_ref())?,
+            z: read.optional("z", inputs.z.as_ref())?,
+            dt_bias: read.optional("dt_bias", inputs.dt_bias.as_ref())?,
+            initial_states: read.optional("initial_states", inputs.initial_states.as_ref())?,
+            cu_seqlens: read.optional("cu_seqlens", inputs.cu_seqlens.as_ref())?,
+            out: read.address("out", &outputs.out)?,
+            final_states: read.optional("final_states", outputs.final_states.as_ref())?,
+            dt_out: region(w.dt_out),
+            da_cumsum: region(w.da_cumsum),
+            state_weight: region(w.state_weight),
+            states: region(w.states),
+            x_strides: token_strides(Some(&inputs.x)),
+            dt_strides: token_strides(Some(&inputs.dt)),
+            b_strides: token_strides(Some(&inputs.b)),
+            c_strides: token_strides(Some(&inputs.c)),
+            z_strides: token_strides(inputs.z.as_ref()),
+            out_strides: token_strides(Some(&outputs.out)),
+            initial_strides: outer_strides(inputs.initial_states.as_ref()),
+            final_strides: outer_strides(outputs.final_states.as_ref()),
+            d_head_stride: first_stride(inputs.d.as_ref()),
+            ..self.fixed
+        })
+    }
+}
+
+pub(crate) fn check_stream(stream: &Stream, device: &Device) -> Result<(), CudaError> {
+    let (expected, got) = (device.info().ordinal, stream.device().info().ordinal);
+    if expected == got { Ok(()) } else { Err(CudaError::WrongDevice { what: "stream", expected, got }) }
+}
+
+fn check_workspace(workspace: &DeviceBuffer, expected_bytes: usize, device: &Device) -> Result<u64, CudaError> {
+    let (expected, got) = (device.info().ordinal, workspace.device().info().ordinal);
+    if expected != got {
+        return Err(CudaError::WrongDevice { what: "workspace", expected, got });
+    }
+    let (address, got_bytes, align) = (workspace.address(), workspace.bytes(), WORKSPACE_ALIGN_BYTES);
+    let null = address == 0 && expected_bytes > 0;
+    if got_bytes < expected_bytes || null || !address.is_multiple_of(align as u64) {
+        return Err(CudaError::Workspace { expected_bytes, got_bytes, align, address });
+    }
+    Ok(address)
+}

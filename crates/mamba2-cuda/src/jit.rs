@@ -1,0 +1,163 @@
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::SystemTime;
+
+use mamba2_kernels::Rendered;
+use mamba2_spec::Arch;
+use serde::{Deserialize, Serialize};
+
+use crate::cache::{Wanted, publish};
+use crate::environment::Environment;
+use crate::{CompileOptions, Cubin, CubinCache, CudaError, KernelIdentity, KernelKey, Nvrtc, NvrtcVersion};
+
+const NOTE_FILE: &str = "nvrtc.json";
+
+/// Rendered kernels in, cubins out: from the cache if it has them, else from NVRTC, which is opened at the first miss.
+///
+/// Which NVRTC would be opened is noted beside the cubins (file, size, date, version), so a process whose kernels are all
+/// cached neither opens NVRTC nor calls it, and an upgraded NVRTC is still noticed. A host without NVRTC takes cubins of any
+/// NVRTC version, the newest first.
+#[derive(Clone, Debug)]
+pub struct Jit {
+    cache: CubinCache,
+    options: CompileOptions,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    nvrtc: Option<Nvrtc>,
+    wanted: Option<Wanted>,
+}
+
+/// A kernel and where it came from.
+#[derive(Clone, Debug)]
+pub struct JitOutcome {
+    /// The code.
+    pub cubin: Cubin,
+    /// True if NVRTC was run for it.
+    pub compiled_now: bool,
+}
+
+impl Jit {
+    /// A compiler in front of `cache`.
+    pub fn new(cache: CubinCache) -> Jit {
+        Jit::with_options(cache, CompileOptions::default())
+    }
+
+    /// As [`Jit::new`], with other compiler options.
+    pub fn with_options(cache: CubinCache, options: CompileOptions) -> Jit {
+        Jit { cache, options, state: Arc::default() }
+    }
+
+    /// The cache.
+    pub fn cache(&self) -> &CubinCache {
+        &self.cache
+    }
+
+    /// True once NVRTC has been opened.
+    pub fn nvrtc_is_open(&self) -> bool {
+        self.lock().nvrtc.is_some()
+    }
+
+    /// NVRTC, opened if it was not yet.
+    ///
+    /// # Errors
+    /// [`CudaError::NvrtcMissing`].
+    pub fn nvrtc(&self) -> Result<Nvrtc, CudaError> {
+        let mut state = self.lock();
+        self.open(&mut state)
+    }
+
+    /// The cubin of `rendered` for `arch`.
+    ///
+    /// # Errors
+    /// [`CudaError::NvrtcMissing`] if it is neither cached nor can be compiled, or whatever [`Nvrtc::compile`] refuses.
+    pub fn cubin(&self, rendered: &Rendered, arch: Arch) -> Result<JitOutcome, CudaError> {
+        let identity = KernelIdentity::of(rendered, arch, self.options);
+        if let Some(cubin) = self.cache.get(&identity, self.wanted()) {
+            return Ok(JitOutcome { cubin, compiled_now: false });
+        }
+        let nvrtc = self.nvrtc()?;
+        let compiled = nvrtc.compile_with(rendered, arch, self.options)?;
+        let cubin = Cubin { key: KernelKey { identity, nvrtc: nvrtc.version() }, compiled };
+        self.cache.put(&cubin);
+        Ok(JitOutcome { cubin, compiled_now: true })
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        // The state is two options that are each set in one step: a panic elsewhere leaves nothing half done.
+        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    fn wanted(&self) -> Wanted {
+        let mut state = self.lock();
+        if let Some(wanted) = state.wanted {
+            return wanted;
+        }
+        let noted = self.cache.directory().and_then(|d| Note::read(d, &Environment::read()));
+        let wanted = match noted {
+            Some(version) => Wanted::Exactly(version),
+            None => match self.open(&mut state) {
+                Ok(nvrtc) => Wanted::Exactly(nvrtc.version()),
+                Err(_) => Wanted::Newest,
+            },
+        };
+        state.wanted = Some(wanted);
+        wanted
+    }
+
+    fn open(&self, state: &mut State) -> Result<Nvrtc, CudaError> {
+        if let Some(nvrtc) = &state.nvrtc {
+            return Ok(nvrtc.clone());
+        }
+        let environment = Environment::read();
+        let nvrtc = Nvrtc::load_in(&environment)?;
+        state.wanted = Some(Wanted::Exactly(nvrtc.version()));
+        state.nvrtc = Some(nvrtc.clone());
+        if let (Some(directory), Some(note)) = (self.cache.directory(), Note::of(&nvrtc, &environment)) {
+            note.write(directory);
+        }
+        Ok(nvrtc)
+    }
+}
+
+/// Which NVRTC the last search found.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Note {
+    environment: String,
+    path: String,
+    bytes: u64,
+    modified_ns: u128,
+    version: NvrtcVersion,
+}
+
+impl Note {
+    fn of(nvrtc: &Nvrtc, environment: &Environment) -> Option<Note> {
+        let (bytes, modified_ns) = file_state(nvrtc.path())?;
+        let environment = environment.fingerprint();
+        Some(Note { environment, path: nvrtc.path().into(), bytes, modified_ns, version: nvrtc.version() })
+    }
+
+    /// The version noted, if the same search would still find the same file.
+    fn read(directory: &Path, environment: &Environment) -> Option<NvrtcVersion> {
+        let note: Note = serde_json::from_slice(&std::fs::read(directory.join(NOTE_FILE)).ok()?).ok()?;
+        let same = note.environment == environment.fingerprint()
+            && file_state(&note.path) == Some((note.bytes, note.modified_ns));
+        same.then_some(note.version)
+    }
+
+    fn write(&self, directory: &Path) {
+        let same = std::fs::read(directory.join(NOTE_FILE)).is_ok_and(|b| serde_json::from_slice::<Note>(&b).is_ok_and(|n| n == *self));
+        if !same && let Ok(text) = serde_json::to_vec(self) {
+            // Without the note the next process opens NVRTC to learn its version; the cache itself warns if unwritable.
+            let _ = publish(directory, NOTE_FILE, &text);
+        }
+    }
+}
+
+fn file_state(path: &str) -> Option<(u64, u128)> {
+    let meta = std::fs::metadata(path).ok()?;
+    Some((meta.len(), meta.modified().ok()?.duration_since(SystemTime::UNIX_EPOCH).ok()?.as_nanos()))
+}

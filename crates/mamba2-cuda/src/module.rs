@@ -1,0 +1,116 @@
+use std::ffi::{CString, c_int, c_void};
+
+use cudarc::driver::sys::{self, CUfunction, CUfunction_attribute, CUmodule};
+use mamba2_spec::launch::KernelLaunch;
+
+use crate::driver::check;
+use crate::stream::Stream;
+use crate::{Cubin, CudaError, Device};
+
+/// Dynamic shared memory beyond this needs opting in.
+const SHARED_MEMORY_WITHOUT_OPTIN_BYTES: usize = 48 * 1024;
+
+/// A loaded cubin and its one kernel.
+pub(crate) struct Module {
+    device: Device,
+    module: CUmodule,
+    function: CUfunction,
+    /// Local memory of a thread: spills and arrays that did not fit registers. Unit: bytes.
+    pub local_bytes: u32,
+}
+
+// SAFETY: handles of modules and functions may be used from any thread whose current context is theirs.
+unsafe impl Send for Module {}
+// SAFETY: a function's attributes are set before it is shared; launches do not change it.
+unsafe impl Sync for Module {}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.device.bind() {
+            // SAFETY: loaded once, unloaded once. The driver waits for kernels that still run.
+            let _ = unsafe { sys::cuModuleUnload(self.module) };
+        }
+    }
+}
+
+impl Module {
+    /// Loads `cubin` and makes its kernel ready for launches of `launch`'s shared memory, so that no launch loads anything.
+    pub fn load(device: &Device, cubin: &Cubin, launch: &KernelLaunch) -> Result<Module, CudaError> {
+        let key = &cubin.key;
+        let refused = |e: CudaError| match e {
+            CudaError::Driver { ref name, ref text, .. } if !e.is_fatal() && !e.is_out_of_memory() => {
+                let (major, minor) = device.driver_version();
+                CudaError::ModuleRefused {
+                    kernel: key.identity.kernel.clone(),
+                    arch: cubin.compiled.target.nvrtc_name(),
+                    nvrtc: key.nvrtc.to_string(),
+                    driver: format!("{major}.{minor}"),
+                    reason: format!("{name} ({text})"),
+                }
+            }
+            other => other,
+        };
+        let _bound = device.bind()?;
+        let mut module: CUmodule = std::ptr::null_mut();
+        // SAFETY: the pointer is to a whole ELF image whose digest was checked; the driver copies it.
+        check("cuModuleLoadData", unsafe {
+            sys::cuModuleLoadData(&mut module, cubin.compiled.cubin.as_ptr().cast::<c_void>())
+        })
+        .map_err(refused)?;
+        let mut loaded = Module { device: device.clone(), module, function: std::ptr::null_mut(), local_bytes: 0 };
+        let name = CString::new(key.identity.kernel.as_str()).unwrap_or_default();
+        // SAFETY: the module is loaded, the name is NUL-terminated, the pointer is to a live handle.
+        check("cuModuleGetFunction", unsafe {
+            sys::cuModuleGetFunction(&mut loaded.function, loaded.module, name.as_ptr())
+        })
+        .map_err(refused)?;
+        let mut local: c_int = 0;
+        use CUfunction_attribute::*;
+        // Also makes a lazily loading driver load the function now rather than at the first launch, perhaps in a capture.
+        // SAFETY: the pointer is to a live integer, the function exists.
+        check("cuFuncGetAttribute", unsafe {
+            sys::cuFuncGetAttribute(&mut local, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, loaded.function)
+        })
+        .map_err(refused)?;
+        loaded.local_bytes = local.max(0) as u32;
+        if launch.smem_bytes > SHARED_MEMORY_WITHOUT_OPTIN_BYTES {
+            // SAFETY: the function exists; a value beyond the device's limit is an error of the driver.
+            check("cuFuncSetAttribute", unsafe {
+                sys::cuFuncSetAttribute(
+                    loaded.function,
+                    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    launch.smem_bytes as c_int,
+                )
+            })
+            .map_err(refused)?;
+        }
+        Ok(loaded)
+    }
+
+    /// Enqueues one launch whose only parameter is `args`. The device's context must be current.
+    ///
+    /// # Safety
+    /// `A` is the parameter type of the kernel, and every pointer in it is valid on the device for what the kernel does.
+    pub unsafe fn launch<A>(&self, stream: &Stream, launch: &KernelLaunch, args: &mut A) -> Result<(), CudaError> {
+        if launch.grid == 0 {
+            return Ok(());
+        }
+        let mut parameters = [std::ptr::from_mut(args).cast::<c_void>()];
+        // SAFETY: one parameter of the kernel's type, by whoever calls; the driver copies it before it returns.
+        check("cuLaunchKernel", unsafe {
+            sys::cuLaunchKernel(
+                self.function,
+                launch.grid,
+                1,
+                1,
+                launch.threads,
+                1,
+                1,
+                launch.smem_bytes as u32,
+                stream.raw(),
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        })
+    }
+}
