@@ -1,2 +1,37 @@
-//! Placeholder.
-fn main() {}
+//! `cargo xtask test | check | bless`. See [`xtask`].
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+const USAGE: &str = "\
+usage: cargo xtask COMMAND
+
+  test    everything: format, lints, tests, documentation, every kernel compiled for every architecture
+          (fetches NVRTC, about 90 MB, into the target folder if this machine has none)
+  check   the quick part: format, lints, architecture, golden headers
+  bless   rewrite the golden headers after a wanted change of the templates' constants
+  gate    only compile every kernel for every architecture";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let done = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["test"] => xtask::steps::test(),
+        ["check"] => xtask::steps::check(),
+        ["bless"] => xtask::golden::bless(),
+        ["gate"] => xtask::steps::gate(),
+        // The compile gate proper, started by `test` and `gate` with the path of NVRTC in its environment.
+        ["gate-here"] => xtask::gate::run(),
+        ["help" | "--help" | "-h"] => {
+            println!("{USAGE}");
+            Ok(())
+        }
+        _ => Err(format!("unknown command {arguments:?}\n{USAGE}")),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(reason) => {
+            eprintln!("xtask: {reason}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! The compile gate: every kernel, dtype and architecture, with configs and options in a covering set, compiled to cubins by
+//! NVRTC. No GPU is needed. It fails on a compile error, a register spill, shared memory or registers beyond the
+//! architecture, and on a config that Rust calls illegal but the CUDA template accepts.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use mamba2_cuda::Nvrtc;
+use mamba2_kernels::{Rendered, render, render_step};
+use mamba2_spec::parameters::StateUpdate;
+use mamba2_spec::rules::{RULES, check_kernel, check_step_config};
+use mamba2_spec::{Arch, DKind, DeviceFacts, DtLimit, Kernel, KernelConfig, Problem, SpecError, StepProblem};
+use rayon::prelude::*;
+
+use crate::covering;
+
+/// A factor outside the config: a key of the shape strings below, and its values.
+type Factor = (&'static str, &'static [&'static str]);
+
+/// Options of a forward pass, as keys of its shape string. `hpg` is heads per group. Sizes do not change the code but for
+/// headdim and dstate: 64 and 128 are what models have, 80 and 48 do not fill tiles, 33 and 20 allow no 16-byte rows.
+const FORWARD: &[Factor] = &[
+    ("dtype", &["bf16", "f16", "f32"]),
+    ("dt_dtype", &["bf16", "f16", "f32"]),
+    ("d", &["h", "none", "hp"]),
+    ("z", &["0", "1"]),
+    ("bias", &["0", "1"]),
+    ("softplus", &["0", "1"]),
+    ("limit", &["0:inf", "0.001:0.1"]),
+    ("init", &["f32", "none", "bf16", "f16"]),
+    ("final", &["f32", "none", "bf16", "f16"]),
+    ("packed", &["0", "3"]),
+    ("tf32", &["0", "1"]),
+    ("align", &["16", "1"]),
+    ("hpg", &["8", "1", "3", "4"]),
+    ("p", &["64", "80", "48", "128", "33"]),
+    ("n", &["128", "16", "64", "256", "512", "20"]),
+];
+
+/// Options of a decode step.
+const STEP: &[Factor] = &[
+    ("dtype", &["bf16", "f16", "f32"]),
+    ("dt_dtype", &["bf16", "f16", "f32"]),
+    ("state", &["f32", "bf16", "f16"]),
+    ("d", &["h", "none", "hp"]),
+    ("z", &["0", "1"]),
+    ("bias", &["0", "1"]),
+    ("softplus", &["0", "1"]),
+    ("limit", &["0:inf", "0.001:0.1"]),
+    ("indices", &["0", "1"]),
+    ("t", &["1", "4"]),
+    ("hpg", &["80", "1", "16"]),
+    ("p", &["64", "80", "48", "128", "33"]),
+    ("n", &["128", "16", "64", "256", "512", "20"]),
+];
+
+/// Random completions before a pair counts as forbidden by the legality rules.
+const TRIES: usize = 400;
+
+/// What is compiled: a config and the problem it is for.
+enum Case {
+    Forward(KernelConfig, Problem),
+    Step(StateUpdate, StepProblem),
+}
+
+impl Case {
+    fn check(&self, device: &DeviceFacts) -> Result<(), SpecError> {
+        match self {
+            Case::Forward(config, problem) => check_kernel(config, problem, device),
+            Case::Step(config, problem) => check_step_config(config, problem, device),
+        }
+    }
+
+    fn render(&self, device: &DeviceFacts) -> Rendered {
+        match self {
+            Case::Forward(config, problem) => render(config, problem, device),
+            Case::Step(config, problem) => render_step(config, problem, device),
+        }
+    }
+}
+
+impl std::fmt::Display for Case {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Case::Forward(config, problem) => write!(f, "{} {} for {problem}", config.kernel(), config.to_text()),
+            Case::Step(config, problem) => write!(f, "state_update {config} for {problem}"),
+        }
+    }
+}
+
+fn factors(kernel: Kernel) -> &'static [Factor] {
+    if kernel == Kernel::StateUpdate { STEP } else { FORWARD }
+}
+
+/// The case of a row: first the kernel's parameters, then the options.
+fn case(kernel: Kernel, row: &[usize]) -> Result<Case, SpecError> {
+    let parameters = KernelConfig::rows(kernel);
+    let text: Vec<String> = parameters.iter().zip(row).map(|(p, v)| format!("{}={}", p.name, p.domain[*v])).collect();
+    let config = KernelConfig::from_text(kernel, &text.join(","))?;
+    let options: BTreeMap<&str, &str> =
+        factors(kernel).iter().zip(&row[parameters.len()..]).map(|((key, values), v)| (*key, values[*v])).collect();
+    Ok(match config {
+        KernelConfig::StateUpdate(config) => Case::Step(config, step_problem(&options)?),
+        config => Case::Forward(config, forward_problem(&options)?),
+    })
+}
+
+fn forward_problem(options: &BTreeMap<&str, &str>) -> Result<Problem, SpecError> {
+    let groups = 2;
+    let heads = groups * number(options["hpg"]);
+    let packed = options["packed"] != "0";
+    let mut shape = format!("b={},l=1030,h={heads},g={groups}", if packed { 1 } else { 2 });
+    for (key, value) in options.iter().filter(|(key, value)| **key != "hpg" && (**key != "packed" || **value != "0")) {
+        shape += &format!(",{key}={value}");
+    }
+    shape.parse()
+}
+
+fn step_problem(options: &BTreeMap<&str, &str>) -> Result<StepProblem, SpecError> {
+    let groups = 2;
+    let mut step =
+        StepProblem::new(5, groups * number(options["hpg"]), number(options["p"]), groups, number(options["n"]));
+    step.tokens = number(options["t"]);
+    step.dtype = options["dtype"].parse()?;
+    step.dt_dtype = options["dt_dtype"].parse()?;
+    step.state_dtype = options["state"].parse()?;
+    step.d = match options["d"] {
+        "h" => DKind::PerHead,
+        "hp" => DKind::PerHeaddim,
+        _ => DKind::None,
+    };
+    step.z = options["z"] == "1";
+    step.dt_bias = options["bias"] == "1";
+    step.dt_softplus = options["softplus"] == "1";
+    if options["limit"] != "0:inf" {
+        step.dt_limit = DtLimit { min: 0.001, max: 0.1 };
+    }
+    step.indices = options["indices"] == "1";
+    Ok(step)
+}
+
+fn number(text: &str) -> usize {
+    text.parse().expect("sizes in the tables above should be numbers")
+}
+
+/// The covering set of a kernel on an architecture.
+fn covering_cases(kernel: Kernel, device: &DeviceFacts) -> (Vec<Case>, usize) {
+    let mut sizes: Vec<usize> = KernelConfig::rows(kernel).iter().map(|p| p.domain.len()).collect();
+    sizes.extend(factors(kernel).iter().map(|(_, values)| values.len()));
+    let covering =
+        covering::pairs(&sizes, TRIES, |row| case(kernel, row).is_ok_and(|case| case.check(device).is_ok()));
+    let cases = covering.rows.iter().filter_map(|row| case(kernel, row).ok()).collect();
+    (cases, covering.not_covered)
+}
+
+/// A config whose first broken rule is `id`, with a problem and device that break no other.
+fn case_against_rule(id: &str) -> Option<Case> {
+    let device = DeviceFacts::assumed(Arch(90));
+    let breaks = |case: &Case| matches!(case.check(&device), Err(SpecError::Rule { rule, .. }) if rule == id);
+    let problem = Problem::new(2, 1030, 6, 64, 2, 128);
+    let step = StepProblem::new(5, 6, 64, 2, 128);
+    Kernel::ALL
+        .into_iter()
+        .flat_map(KernelConfig::space)
+        .flat_map(|config| {
+            // Values outside the domain stand for the rules that the domain itself keeps.
+            let mut odd = config;
+            match &mut odd {
+                KernelConfig::ChunkCumsum(c) => c.chunk_size = 96,
+                KernelConfig::FwdPassState(c) => c.chunk_size = 96,
+                KernelConfig::ComputeOut(c) => c.chunk_size = 96,
+                KernelConfig::StateUpdate(c) => c.row_threads = 6,
+            }
+            [config, odd]
+        })
+        .map(|config| match config {
+            KernelConfig::StateUpdate(c) => Case::Step(c, step.clone()),
+            config => Case::Forward(config, problem.clone()),
+        })
+        .find(breaks)
+}
+
+/// Every rule that both languages state must make NVRTC refuse a config that breaks it, under the same number.
+fn check_rules(nvrtc: &Nvrtc) -> Vec<String> {
+    let device = DeviceFacts::assumed(Arch(90));
+    let check = |id: &'static str| -> Result<(), String> {
+        let case = case_against_rule(id).ok_or_else(|| format!("{id}: no config breaks this rule first, so it cannot be tested"))?;
+        match nvrtc.compile(&case.render(&device), device.arch) {
+            Ok(_) => Err(format!("{id}: Rust refuses this config, the CUDA template compiles it: {case}")),
+            Err(e) if e.to_string().contains(id) => Ok(()),
+            Err(e) => Err(format!("{id}: expected the CUDA template to name the rule for {case}, got:\n{e}")),
+        }
+    };
+    RULES.par_iter().filter(|rule| rule.in_cuda).filter_map(|rule| check(rule.id).err()).collect()
+}
+
+/// Compiles the covering sets.
+///
+/// # Errors
+/// The number of faults; each is printed.
+pub fn run() -> Result<(), String> {
+    let nvrtc = Nvrtc::load().map_err(|e| format!("NVRTC: {e}"))?;
+    let sets: Vec<(Kernel, DeviceFacts)> =
+        Kernel::ALL.into_iter().flat_map(|k| Arch::GATED.map(|arch| (k, DeviceFacts::assumed(arch)))).collect();
+    let sets: Vec<(Kernel, DeviceFacts, Vec<Case>, usize)> = sets
+        .into_par_iter()
+        .map(|(kernel, device)| {
+            let (cases, forbidden) = covering_cases(kernel, &device);
+            (kernel, device, cases, forbidden)
+        })
+        .collect();
+    let jobs: Vec<(&DeviceFacts, &Case)> = sets.iter().flat_map(|(_, d, cases, _)| cases.iter().map(move |c| (d, c))).collect();
+    println!("gate: {} compilations", jobs.len());
+    let done = AtomicUsize::new(0);
+    let registers: Vec<Result<u32, String>> = jobs
+        .par_iter()
+        .map(|(device, case)| {
+            let rendered = case.render(device);
+            // An NVRTC that knows no sm_103 would quietly compile for sm_100; that is not what the gate promises.
+            let result = match nvrtc.compile_gate(&rendered, device.arch) {
+                Ok(compiled) if compiled.target == device.arch => Ok(compiled.resources.map_or(0, |r| r.registers)),
+                Ok(compiled) => Err(format!("NVRTC {} knows {} only", nvrtc.version(), compiled.target)),
+                Err(e) => Err(e.to_string()),
+            };
+            let n = done.fetch_add(1, Ordering::Relaxed) + 1;
+            if n.is_multiple_of(100) {
+                println!("gate: {n} of {}", jobs.len());
+            }
+            result.map_err(|fault| format!("{case}: {fault}"))
+        })
+        .collect();
+    report(&sets, &registers);
+    let mut faults: Vec<&String> = registers.iter().filter_map(|r| r.as_ref().err()).collect();
+    let disagreements = check_rules(&nvrtc);
+    faults.extend(&disagreements);
+    for fault in &faults {
+        eprintln!("gate: {fault}");
+    }
+    if faults.is_empty() { Ok(()) } else { Err(format!("{} faults in {} compilations", faults.len(), jobs.len())) }
+}
+
+fn report(sets: &[(Kernel, DeviceFacts, Vec<Case>, usize)], results: &[Result<u32, String>]) {
+    println!("gate: kernel          arch     compiled  faults  most registers  pairs no legal config has");
+    let mut at = 0;
+    for (kernel, device, cases, forbidden) in sets {
+        let mine = &results[at..at + cases.len()];
+        at += cases.len();
+        let faults = mine.iter().filter(|r| r.is_err()).count();
+        let most = mine.iter().flatten().max().copied().unwrap_or(0);
+        println!(
+            "gate: {:<15} {:<8} {:>8}  {faults:>6}  {most:>14}  {forbidden:>25}",
+            kernel.name(),
+            device.arch.nvrtc_name(),
+            cases.len() - faults
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mamba2_spec::Dtype;
+
+    use super::*;
+
+    #[test]
+    fn every_value_of_every_parameter_and_option_is_compiled_on_hopper() {
+        let device = DeviceFacts::assumed(Arch(90));
+        for kernel in Kernel::ALL {
+            let (cases, _) = covering_cases(kernel, &device);
+            let texts: Vec<String> = cases.iter().map(|c| c.render(&device).config_header).collect();
+            for row in KernelConfig::rows(kernel) {
+                for value in row.domain {
+                    let line = format!("constexpr int {} = {value};", row.cuda);
+                    assert!(texts.iter().any(|t| t.contains(&line)), "{kernel}: no compilation has {line}");
+                }
+            }
+            for dtype in 0..Dtype::ALL.len() {
+                assert!(texts.iter().any(|t| t.contains(&format!("constexpr int X_DTYPE = {dtype};"))));
+            }
+        }
+    }
+
+    #[test]
+    fn every_rule_that_cuda_states_too_has_a_config_that_breaks_it_first() {
+        for rule in RULES.iter().filter(|r| r.in_cuda) {
+            assert!(case_against_rule(rule.id).is_some(), "{}", rule.id);
+        }
+    }
+}

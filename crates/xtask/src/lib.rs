@@ -1,0 +1,15 @@
+//! Development tasks. `cargo xtask test` is all a newcomer and CI need.
+//!
+//! * [`steps`]: what the commands run, in order;
+//! * [`nvrtc`]: finds NVRTC or fetches it;
+//! * [`covering`]: small sets of rows in which every pair of values of two factors occurs;
+//! * [`gate`]: compiles every kernel for every architecture and refuses spills, too much shared memory, and legality rules on
+//!   which Rust and CUDA differ;
+//! * [`golden`]: rendered headers as files, so that a change of a constant is seen in review.
+#![forbid(unsafe_code)]
+
+pub mod covering;
+pub mod gate;
+pub mod golden;
+pub mod nvrtc;
+pub mod steps;
