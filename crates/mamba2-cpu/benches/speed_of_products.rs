@@ -1,0 +1,104 @@
+//! Two promises of the CPU backend, checked in one run; exits 1 if one is broken.
+//!
+//! 1. `b=1,l=4096,h=24,p=64,g=1,n=128` in float32 takes at most 3 times as long as plain products of the same library with the
+//!    same number of operations, on the same threads. Operations are counted as few as the chunked form can do with
+//!    (`mamba2_spec::limit`: C B^T once for each group, causal halves), not as many as the backend does.
+//! 2. Time grows linearly with seqlen from 1024 to 65536: no time per token is more than 10 % from their median.
+//!
+//! Times are the least of several runs, which is what a busy machine disturbs least.
+
+mod common;
+
+use std::time::Instant;
+
+use common::Forward;
+use mamba2_spec::limit::Limit;
+use ndarray::Array2;
+use ndarray::linalg::general_mat_mul;
+use rayon::prelude::*;
+
+const SHAPE: &str = "b=1,l=4096,h=24,p=64,g=1,n=128,dtype=f32";
+const SIDE: usize = 512;
+
+fn least_seconds(runs: usize, mut work: impl FnMut()) -> f64 {
+    (0..runs)
+        .map(|_| {
+            let start = Instant::now();
+            work();
+            start.elapsed().as_secs_f64()
+        })
+        .fold(f64::INFINITY, f64::min)
+}
+
+/// Seconds that all threads together need for one operation of SIDE^3 products.
+fn seconds_per_flop() -> f64 {
+    const EACH: usize = 8;
+    let threads = rayon::current_num_threads();
+    let mut operands: Vec<[Array2<f32>; 3]> = (0..threads)
+        .map(|t| {
+            [1, 2, 3].map(|k| {
+                Array2::from_shape_fn((SIDE, SIDE), |(i, j)| ((i * k + j + t) % 7) as f32 - 3.0)
+            })
+        })
+        .collect();
+    let seconds = least_seconds(10, || {
+        operands.par_iter_mut().for_each(|[a, b, c]| {
+            for _ in 0..EACH {
+                general_mat_mul(1.0, a, b, 0.0, c);
+            }
+        });
+    });
+    seconds / (threads * EACH * 2 * SIDE.pow(3)) as f64
+}
+
+fn main() {
+    // `cargo test --benches` passes this; it wants to know that the benchmark runs, not how fast.
+    let only_try = std::env::args().any(|arg| arg == "--test");
+    let runs = if only_try { 1 } else { 15 };
+    let mut ok = true;
+
+    let mut call = Forward::new(SHAPE.parse().expect("shape should parse"));
+    let flops = Limit::of(&call.problem).flops;
+    let per_flop = seconds_per_flop();
+    let seconds = least_seconds(runs, || call.run());
+    let plain = flops * per_flop;
+    println!(
+        "{SHAPE}: {:.1} ms; {:.2} GFLOP of plain products: {:.1} ms ({:.1} GFLOP/s, {} threads); ratio {:.2} (at most 3)",
+        seconds * 1e3,
+        flops * 1e-9,
+        plain * 1e3,
+        1e-9 / per_flop,
+        rayon::current_num_threads(),
+        seconds / plain
+    );
+    ok &= seconds <= 3.0 * plain;
+
+    let lengths = if only_try {
+        vec![1024]
+    } else {
+        vec![1024, 2048, 4096, 8192, 16384, 32768, 65536]
+    };
+    let mut per_token = Vec::new();
+    for l in lengths {
+        let shape = format!("b=1,l={l},h=24,p=64,g=1,n=128,dtype=f32");
+        let mut call = Forward::new(shape.parse().expect("shape should parse"));
+        let seconds = least_seconds((runs * 8192 / l).clamp(3, 15), || call.run());
+        per_token.push((l, seconds / l as f64));
+    }
+    let mut sorted: Vec<f64> = per_token.iter().map(|(_, t)| *t).collect();
+    sorted.sort_by(f64::total_cmp);
+    let median = sorted[sorted.len() / 2];
+    for (l, t) in per_token {
+        let off = t / median - 1.0;
+        println!(
+            "l={l:6}: {:.3} us per token, {:+.1} % from the median (at most 10)",
+            t * 1e6,
+            off * 100.0
+        );
+        ok &= off.abs() <= 0.10;
+    }
+    if !ok && !only_try {
+        eprintln!("a promise is broken");
+        std::process::exit(1);
+    }
+}
