@@ -48,6 +48,9 @@ constexpr int RING_OFFSET = DT_OFFSET + BLOCK_H * CHUNK_SIZE * sizeof(float);
 static_assert(RING_OFFSET + STAGES * STAGE_ELEMS * sizeof(X) == SMEM_BYTES, "launch.rs carves the same shared memory");
 static_assert(THREADS == 32 * WARPS, "launch.rs gives WARPS warps");
 
+// float32 fragments are three times as many registers: one 16-wide step at a time.
+constexpr int K_UNROLL = sizeof(X) == 4 ? 1 : BLOCK_STATE / 16;
+
 // What one block works on.
 struct Item {
   Chunk chunk;
@@ -100,9 +103,11 @@ struct Producer {
     X* tile = stage_tile(stage);
     if (phase_j < 0) {
       // The workspace is ours: rows of STATES_ROW elements, always 16-byte aligned.
-      copy_tile_async<true, BLOCK_HEAD, BLOCK_STATE>(tile, states + static_cast<int64>(h) * HEADDIM * STATES_ROW + k * BLOCK_STATE, STATES_ROW,
+      copy_tile_async<true, BLOCK_HEAD, BLOCK_STATE, H_LD>(tile, states + static_cast<int64>(h) * HEADDIM * STATES_ROW + k * BLOCK_STATE, STATES_ROW,
                                                      HEADDIM - item.p0, DSTATE - k * BLOCK_STATE);
-      if (h == 0) copy_c_columns(k);
+      if (h == 0)  // BLOCK_STATE columns of C, all rows of the block
+        copy_tile_async<ALIGNED, ROWS, BLOCK_STATE, C_LD>(reinterpret_cast<X*>(smem) + k * BLOCK_STATE, c + k * BLOCK_STATE, args.c_strides.token,
+                                                          item.chunk.tokens - item.row0, DSTATE - k * BLOCK_STATE);
       if (k == 0) copy_vectors(h);
       if (++h == BLOCK_H) {
         h = 0;
@@ -114,11 +119,11 @@ struct Producer {
     } else if (phase_j < item.j_tiles) {
       const int token = phase_j * TILE_TOKENS, valid = item.chunk.tokens - token;
       if (k < K_TILES) {
-        copy_tile_async<ALIGNED, TILE_TOKENS, BLOCK_STATE>(tile, b + token * args.b_strides.token + k * BLOCK_STATE, args.b_strides.token, valid,
+        copy_tile_async<ALIGNED, TILE_TOKENS, BLOCK_STATE, H_LD>(tile, b + token * args.b_strides.token + k * BLOCK_STATE, args.b_strides.token, valid,
                                                            DSTATE - k * BLOCK_STATE);
         ++k;
       } else {
-        copy_tile_async<ALIGNED, TILE_TOKENS, BLOCK_HEAD>(tile, x + token * args.x_strides.token + h * args.x_strides.head, args.x_strides.token,
+        copy_tile_async<ALIGNED, TILE_TOKENS, BLOCK_HEAD, X_LD>(tile, x + token * args.x_strides.token + h * args.x_strides.head, args.x_strides.token,
                                                           valid, HEADDIM - item.p0);
         if (++h == BLOCK_H) {
           h = 0;
@@ -131,35 +136,14 @@ struct Producer {
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
 
-  // BLOCK_STATE columns of C, all rows of the block.
-  __device__ __forceinline__ void copy_c_columns(int k_tile) const {
-    X* to = reinterpret_cast<X*>(smem) + k_tile * BLOCK_STATE;
-    const X* from = c + k_tile * BLOCK_STATE;
-    const int valid_rows = item.chunk.tokens - item.row0, valid_columns = DSTATE - k_tile * BLOCK_STATE;
-    if constexpr (ALIGNED) {
-      constexpr int VECTOR = 16 / sizeof(X), PER_ROW = BLOCK_STATE / VECTOR;
-#pragma unroll
-      for (int i = threadIdx.x; i < ROWS * PER_ROW; i += THREADS) {
-        const int row = i / PER_ROW, column = i % PER_ROW * VECTOR;
-        int elems = valid_columns - column;
-        elems = row < valid_rows ? (elems < 0 ? 0 : elems > VECTOR ? VECTOR : elems) : 0;
-        cp_async_cg_16(to + row * C_LD + column, elems > 0 ? from + row * args.c_strides.token + column : c, elems * static_cast<int>(sizeof(X)));
-      }
-    } else {
-      for (int i = threadIdx.x; i < ROWS * BLOCK_STATE; i += THREADS) {
-        const int row = i / BLOCK_STATE, column = i % BLOCK_STATE;
-        X v{};
-        if (row < valid_rows && column < valid_columns) v = from[row * args.c_strides.token + column];
-        to[row * C_LD + column] = v;
-      }
-    }
-  }
-
   // G and dt of one head, the whole chunk.
   __device__ __forceinline__ void copy_vectors(int head) const {
     float* g = reinterpret_cast<float*>(smem + G_OFFSET) + head * CHUNK_SIZE;
     float* dt = reinterpret_cast<float*>(smem + DT_OFFSET) + head * CHUNK_SIZE;
-    for (int i = threadIdx.x; i < CHUNK_SIZE; i += THREADS) {
+#pragma unroll
+    for (int i0 = 0; i0 < CHUNK_SIZE; i0 += THREADS) {
+      const int i = i0 + threadIdx.x;
+      if (i >= CHUNK_SIZE) break;
       const int64 at = vector_index(item.slot, item.head0 + head, i, args.nheads);
       cp_async_ca_4(g + i, args.da_cumsum + at);
       cp_async_ca_4(dt + i, args.dt_out + at);
@@ -230,8 +214,10 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Item
     }
   __syncwarp();
   constexpr int VECTOR = 16 / sizeof(X), PER_ROW = BLOCK_HEAD / VECTOR;
-  for (int i = lane_id(); i < 16 * PER_ROW; i += 32) {
-    const int row = i / PER_ROW, column = i % PER_ROW * VECTOR;
+#pragma unroll
+  for (int i = 0; i < 16 * PER_ROW / 32; ++i) {
+    const int at = i * 32 + lane_id();
+    const int row = at / PER_ROW, column = at % PER_ROW * VECTOR;
     if (row >= valid_rows) continue;
     X* to = out + row * args.out_strides.token + column;
     const X* from = staging + row * C_LD + column;
@@ -281,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) compute_out(con
 #pragma unroll
       for (int h = 0; h < BLOCK_H; ++h) {
         const X* tile = next_tile();
-#pragma unroll
+#pragma unroll K_UNROLL
         for (int kk = 0; kk < BLOCK_STATE; kk += 16) {
           const FragmentA<X> c = load_a(c_rows + k * BLOCK_STATE + kk, C_LD);
           y[h].template multiply<false>(c, tile + kk, H_LD);
@@ -304,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) compute_out(con
       for (int k = 0; k < K_TILES; ++k) {
         const X* tile = next_tile();
         if (j0 > row0 + 15) continue;  // above the diagonal for this warp
-#pragma unroll
+#pragma unroll K_UNROLL
         for (int kk = 0; kk < BLOCK_STATE; kk += 16) {
           const FragmentA<X> c = load_a(c_rows + k * BLOCK_STATE + kk, C_LD);
 #pragma unroll

@@ -73,9 +73,9 @@ __device__ __forceinline__ Item locate_item(const ForwardArgs& args, int64 work)
 __device__ __forceinline__ void copy_stage(const ForwardArgs& args, const Item& item, int tile, unsigned char* stage) {
   const int token = tile * TILE_TOKENS;
   const int valid = item.sequence.tokens - token;
-  copy_tile_async<ALIGNED, TILE_TOKENS, BLOCK_HEAD>(reinterpret_cast<X*>(stage + X_OFFSET), item.x + token * args.x_strides.token,
+  copy_tile_async<ALIGNED, TILE_TOKENS, BLOCK_HEAD, X_LD>(reinterpret_cast<X*>(stage + X_OFFSET), item.x + token * args.x_strides.token,
                                                     args.x_strides.token, valid, HEADDIM - item.p0);
-  copy_tile_async<ALIGNED, TILE_TOKENS, BLOCK_STATE>(reinterpret_cast<X*>(stage + B_OFFSET), item.b + token * args.b_strides.token,
+  copy_tile_async<ALIGNED, TILE_TOKENS, BLOCK_STATE, B_LD>(reinterpret_cast<X*>(stage + B_OFFSET), item.b + token * args.b_strides.token,
                                                      args.b_strides.token, valid, DSTATE - item.n0);
   if (threadIdx.x < TILE_TOKENS) {
     const int64 slot = item.sequence.first_slot + tile / TILES_PER_CHUNK;
@@ -144,8 +144,11 @@ __device__ __forceinline__ void store_chunk_state(const ForwardArgs& args, const
   constexpr int VECTOR = 16 / sizeof(X);
   constexpr int PER_ROW = BLOCK_STATE / VECTOR;
   X* to = static_cast<X*>(args.states) + ((slot * args.nheads + item.head) * HEADDIM + item.p0) * STATES_ROW + item.n0;
-  for (int i = threadIdx.x; i < BLOCK_HEAD * PER_ROW; i += THREADS) {
-    const int p = i / PER_ROW, n = i % PER_ROW * VECTOR;
+#pragma unroll
+  for (int i = 0; i < (BLOCK_HEAD * PER_ROW + THREADS - 1) / THREADS; ++i) {
+    const int at = i * THREADS + threadIdx.x;
+    if (BLOCK_HEAD * PER_ROW % THREADS != 0 && at >= BLOCK_HEAD * PER_ROW) break;
+    const int p = at / PER_ROW, n = at % PER_ROW * VECTOR;
     if (item.p0 + p < HEADDIM && item.n0 + n < STATES_ROW)
       *reinterpret_cast<uint4*>(to + static_cast<int64>(p) * STATES_ROW + n) = *reinterpret_cast<const uint4*>(staging + p * B_LD + n);
   }
@@ -178,11 +181,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) fwd_pass_state(const __gri
       return args.da_cumsum[vector_index(item.sequence.first_slot + tile / TILES_PER_CHUNK, item.head, CHUNK_SIZE - 1, args.nheads)];
     };
     float g_last = tiles > 0 ? chunk_decay(0) : 0.f;
+    int stage = 0, ahead_stage = STAGES - 1;
     for (int tile = 0; tile < tiles; ++tile) {
       cp_async_wait_group<STAGES - 2>();
       __syncthreads();
       const int ahead = tile + STAGES - 1;
-      if (ahead < tiles) copy_stage(args, item, ahead, smem + ahead % STAGES * STAGE_BYTES);
+      if (ahead < tiles) copy_stage(args, item, ahead, smem + ahead_stage * STAGE_BYTES);
       cp_async_commit_group();
       if (tile % TILES_PER_CHUNK == 0) {
         store_chunk_state(args, item, item.sequence.first_slot + tile / TILES_PER_CHUNK, acc, staging);
@@ -190,7 +194,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) fwd_pass_state(const __gri
         for_each_element(acc, [&](Position, float& v) { v *= decay; });
         if (tile + TILES_PER_CHUNK < tiles) g_last = chunk_decay(tile + TILES_PER_CHUNK);  // a chunk ahead of its use
       }
-      accumulate(acc, smem + tile % STAGES * STAGE_BYTES);
+      accumulate(acc, smem + stage * STAGE_BYTES);
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+      ahead_stage = ahead_stage + 1 == STAGES ? 0 : ahead_stage + 1;
     }
 
     if constexpr (FINAL_DTYPE >= 0) {

@@ -1,0 +1,263 @@
+// sm90_fused_forward, for every segment and head, chunk after chunk of 64 tokens, the state H in registers:
+//   Y[i, p]  = exp2(G_i) sum_n C[i, n] H[p, n] + sum_{j <= i} exp2(G_i - G_j) dt_j (C B^T)[i, j] x[j, p] + D x[i, p],  then Y * silu(z)
+//   H[p, n]  = exp2(G_last) H[p, n] + sum_l w[l] x[l, p] B[l, n]
+// States never touch device memory but at segment boundaries. C B^T is made once for the HEADS heads of a warpgroup.
+//
+// Products of a warpgroup (M = 64): C B^T (shared x shared), C H^T (shared x shared, H rounded to X_DTYPE), S x (registers x shared),
+// (w x)^T B (registers x shared): the operands that need scaling are in registers, x and B are used raw.
+//
+// Grid   one block per (sequence, segment, HEADS_BLOCK heads)
+// Block  a producer warpgroup and WARPGROUPS consumers of HEADS heads each
+// Shared barriers, then the ring (common/sm90_pipeline.cuh), then per consumer H [DSTATE_BOXES boxes of 64 headdim rows x 64]
+// Tail   as in common/sm90_pipeline.cuh; rows past the segment are not stored
+// Source Dao and Gu 2024, section 6, all steps in one pass
+#include "mamba2_config.cuh"
+
+constexpr bool WITH_C = true;
+
+#include "common/sm90_pipeline.cuh"
+
+// C H^T starts before S is ready where registers allow both in flight.
+constexpr bool Y_FIRST = WARPGROUPS < 3;
+
+constexpr int H_BYTES = DSTATE_BOXES * BOX_BYTES;
+static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + WARPGROUPS * H_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+
+// D [64 x 64] (+)= the [64][K] boxes at `a` times the [64][K] boxes at `b` transposed, K = dstate.
+__device__ __forceinline__ void start_product_over_dstate(float (&d)[32], const unsigned char* a, const unsigned char* b) {
+  const WgmmaDescriptor da(smem_address(a), 0), db(smem_address(b), 0);
+#pragma unroll
+  for (int k = 0; k < DSTATE_PADDED / 16; ++k) {
+    const unsigned offset = k / 4 * BOX_BYTES + k % 4 * 32;
+    if constexpr (X_DTYPE == 0) {
+      wgmma_m64n64k16_bf16_ss<0>(d, da.at(offset), db.at(offset), k > 0);
+    } else {
+      wgmma_m64n64k16_f16_ss<0>(d, da.at(offset), db.at(offset), k > 0);
+    }
+  }
+}
+
+// Stores the state, rounded to X_DTYPE, as [headdim][dstate] boxes: operand B of C H^T.
+__device__ __forceinline__ void store_state_tile(unsigned char* boxes, const float (&state)[STATE_REGISTERS]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const unsigned base = smem_address(boxes);
+  const int row = warp * 16 + lane % 16;  // matrices 0, 1: rows 0..7, 8..15 of unit t; 2, 3: the same of unit t + 1
+#pragma unroll
+  for (int t = 0; t < DSTATE_PADDED / 8; t += 2) {
+    const int unit = t + lane / 16;
+    const float* v = state + t * 4;
+    stmatrix_x4(base + unit / 8 * BOX_BYTES + swizzled(row, unit % 8), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits,
+                pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
+  }
+}
+
+// S = exp2(G_i - G_j) dt_j (C B^T), zero above the diagonal, as operand A. Above the diagonal the exponent may be large and positive:
+// those elements are selected away, not multiplied.
+__device__ __forceinline__ void decay_scores(FragmentA<X> (&a)[4], const float (&s)[32], const Vectors& v) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int row = warp * 16 + lane / 4;
+  const float g_row[2] = {v.g[row], v.g[row + 8]};
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    Pair<X>* to = &a[t / 2].pair[t % 2 * 2];
+    const int column = t * 8 + lane % 4 * 2;
+    const float2 gd = *reinterpret_cast<const float2*>(v.gd() + column);
+    if (t < 2 * warp) {  // below the warp's diagonal block
+#pragma unroll
+      for (int r = 0; r < 2; ++r) to[r] = pack<X>(s[t * 4 + 2 * r] * ex2_approx(g_row[r] - gd.x), s[t * 4 + 2 * r + 1] * ex2_approx(g_row[r] - gd.y));
+    } else if (t < 2 * warp + 2) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int below = row + 8 * r - column;  // i - j of the first element
+        to[r] = pack<X>(below >= 0 ? s[t * 4 + 2 * r] * ex2_approx(g_row[r] - gd.x) : 0.f,
+                        below >= 1 ? s[t * 4 + 2 * r + 1] * ex2_approx(g_row[r] - gd.y) : 0.f);
+      }
+    } else {
+      to[0] = to[1] = {0};
+    }
+  }
+}
+
+// Adds D x, applies the gate, and stores the warp's 16 rows through the head's x box, which nobody reads any more.
+// `out`: this thread's 16-byte unit of row 16 warp + lane / 8 of the chunk.
+__device__ __forceinline__ void store_output(const ForwardArgs& args, const Segment& s, int chunk, int head, float (&y)[32], unsigned char* x_box, X* out, int barrier) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
+  const int token0 = chunk * CHUNK, valid = s.tokens - token0;
+  if constexpr (D_KIND > 0) {
+    const float* d = args.D + head * args.d_head_stride;
+#pragma unroll
+    for (int t = 0; t < 8; ++t)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 x = unpack(*reinterpret_cast<const Pair<X>*>(x_box + swizzled(row + 8 * r, t) + column * 2));
+        const int p = t * 8 + column;
+        const float d0 = D_KIND == 2 ? (p < HEADDIM ? d[p] : 0.f) : d[0];
+        const float d1 = D_KIND == 2 ? (p + 1 < HEADDIM ? d[p + 1] : 0.f) : d0;
+        y[t * 4 + 2 * r] += d0 * x.x;
+        y[t * 4 + 2 * r + 1] += d1 * x.y;
+      }
+  }
+  if constexpr (HAS_Z) {
+    const X* z = static_cast<const X*>(args.z) + s.row * args.z_strides.batch + (s.first + token0) * args.z_strides.token + head * args.z_strides.head;
+#pragma unroll
+    for (int t = 0; t < 8; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int l = row + i / 2 * 8, p = t * 8 + column + i % 2;
+        if (l < valid && p < HEADDIM) y[t * 4 + i] *= silu(to_float(z[l * args.z_strides.token + p]));
+      }
+  }
+  bar_sync(barrier, 128);  // every warp of the warpgroup is done with the x box
+  const unsigned base = smem_address(x_box);
+#pragma unroll
+  for (int t = 0; t < 8; t += 2) {
+    const float* v = y + t * 4;
+    stmatrix_x4(base + swizzled(warp * 16 + lane % 16, t + lane / 16), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits,
+                pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
+  }
+  __syncwarp();
+  const int rows_left = head < s.head_end ? valid - warp * 16 - lane / 8 : 0;
+  const unsigned char* from = x_box + (warp * 16 + lane / 8) * 128;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (4 * i < rows_left) {
+      const uint4 v = *reinterpret_cast<const uint4*>(from + i * 512 + ((lane % 8 ^ (lane / 8 + i * 4) % 8) << 4));
+      if (HEADDIM == 64) {
+        *reinterpret_cast<uint4*>(out) = v;
+      } else {
+        const X* e = reinterpret_cast<const X*>(&v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          if (lane % 8 * 8 + j < HEADDIM) out[j] = e[j];
+      }
+    }
+    out += 4 * args.out_strides.token;
+  }
+}
+
+__device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
+  const float* from = segment_state(args, s.slot, head);
+#pragma unroll
+  for (int i = 0; i < STATE_REGISTERS; i += 2) {
+    const int p = state_p(i), n = state_n(i);
+    float2 v = make_float2(0.f, 0.f);
+    if (head < s.head_end && p < HEADDIM && s.tokens >= 0) {
+      if (s.index > 0) {
+        if (n < STATES_ROW) v = *reinterpret_cast<const float2*>(from + p * STATES_ROW + n);
+      } else if constexpr (INITIAL_DTYPE >= 0) {
+        const int64 at = s.sequence * args.initial_strides[0] + head * args.initial_strides[1] + p * args.initial_strides[2] + n;
+        if (n < DSTATE) v.x = load_element<INITIAL_DTYPE>(args.initial_states, at);
+        if (n + 1 < DSTATE) v.y = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
+      }
+    }
+    state[i] = v.x;
+    state[i + 1] = v.y;
+  }
+}
+
+__device__ __forceinline__ void store_final_state(const ForwardArgs& args, const Segment& s, int head, const float (&state)[STATE_REGISTERS]) {
+  if constexpr (FINAL_DTYPE >= 0) {
+    if (head >= s.head_end) return;
+#pragma unroll
+    for (int i = 0; i < STATE_REGISTERS; ++i) {
+      const int p = state_p(i), n = state_n(i);
+      if (p < HEADDIM && n < DSTATE)
+        store_element<FINAL_DTYPE>(args.final_states, s.sequence * args.final_strides[0] + head * args.final_strides[1] + p * args.final_strides[2] + n, state[i]);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_forward(const __grid_constant__ ForwardArgs args) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  unsigned char* ring = smem + BARRIERS_BYTES;
+  const Barriers barriers{smem_address(smem)};
+  const Segment s = locate_segment(args, blockIdx.x);
+  if (s.tokens < 0) return;
+  barriers.init();
+  __syncthreads();
+
+  if (threadIdx.x < PRODUCER_THREADS) {
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    produce(args, s, ring, barriers);
+  } else {
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
+    const int barrier = consumer + 1;
+    unsigned char* h_boxes = ring + STAGES * STAGE_BYTES + consumer * H_BYTES;
+    float state[HEADS][STATE_REGISTERS];
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) load_start_state(args, s, s.head0 + consumer * HEADS + h, state[h]);
+
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    X* out = static_cast<X*>(args.out) + s.row * args.out_strides.batch + (s.first + warp * 16 + lane / 8) * args.out_strides.token +
+             (s.head0 + consumer * HEADS) * args.out_strides.head + lane % 8 * 8;
+
+    RingPosition at;
+    const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
+    for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
+      wait_barrier(barriers.full(at.stage), at.parity);
+      fence_proxy_async();
+      unsigned char* stage = ring + at.stage * STAGE_BYTES;
+      // Few registers are free beside the states, so the products of a head follow each other: C B^T and C H^T, S x, then the state
+      // update under the stores of Y. The other warpgroups fill the tensor cores meanwhile.
+      float scores[32];
+#pragma unroll
+      for (int h = 0; h < HEADS; ++h) {
+        const Vectors v = vectors_of(stage, consumer * HEADS + h);
+        unsigned char* x_box = stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES;
+        store_state_tile(h_boxes, state[h]);
+        fence_proxy_async();
+        bar_sync(barrier, 128);
+        wgmma_fence();
+        if (h == 0) {
+          start_product_over_dstate(scores, stage, stage + B_OFFSET);
+          wgmma_commit_group();
+        }
+        FragmentA<X> decayed[4];
+        float y[32];
+        if constexpr (Y_FIRST) {
+          start_product_over_dstate(y, stage, h_boxes);
+          wgmma_commit_group();
+          if (h == 0) wgmma_wait_group<1>();
+          decay_scores(decayed, scores, v);
+        } else {
+          if (h == 0) wgmma_wait_group<0>();
+          decay_scores(decayed, scores, v);
+          wgmma_fence();
+          start_product_over_dstate(y, stage, h_boxes);
+          wgmma_commit_group();
+        }
+        const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        const float rise[2] = {ex2_approx(fminf(v.g[row], 0.f)), ex2_approx(fminf(v.g[row + 8], 0.f))};
+        const float decay = ex2_approx(fminf(v.g[CHUNK - 1], 0.f));
+#pragma unroll
+        for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] *= decay;
+        wgmma_wait_group<0>();
+#pragma unroll
+        for (int i = 0; i < 32; ++i) y[i] *= rise[i / 2 % 2];
+        wgmma_fence();
+        const WgmmaDescriptor x(smem_address(x_box), BOX_BYTES);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) product_registers_by_rows<64>(y, decayed[k], x.at(k * 16 * 128));
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+
+        FragmentA<X> weighted_x[4];
+        load_weighted_x(weighted_x, x_box, v.w());
+        wgmma_fence();
+        start_state_update(state[h], weighted_x, stage + B_OFFSET);
+        wgmma_commit_group();
+        store_output(args, s, chunk, s.head0 + consumer * HEADS + h, y, x_box, out + h * args.out_strides.head, barrier);
+        wgmma_wait_group<0>();
+      }
+      out += CHUNK * args.out_strides.token;
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(barriers.empty(at.stage));
+    }
+    if (s.last) {
+#pragma unroll
+      for (int h = 0; h < HEADS; ++h) store_final_state(args, s, s.head0 + consumer * HEADS + h, state[h]);
+    }
+  }
+}

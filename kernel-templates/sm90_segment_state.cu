@@ -1,0 +1,75 @@
+// sm90_segment_state, for every segment but the last of each sequence, and every head:
+//   local[s, h, p, n] = sum_l exp2(G_end - G_l) dt_l x[l, h, p] B[l, n]    the segment's state from a zero start, float32
+//   total[s, h]       = G_end                                              its whole decay, log2 units
+// segment_scan turns them into the state at each segment's start.
+//
+// Grid   one block per (sequence, segment, HEADS_BLOCK heads)
+// Block  a producer warpgroup and WARPGROUPS consumers of HEADS heads each; see common/sm90_pipeline.cuh
+// Source Dao and Gu 2024, section 6 (chunk states), with a segment for the chunk
+#include "mamba2_config.cuh"
+
+constexpr bool WITH_C = false;
+
+#include "common/sm90_pipeline.cuh"
+
+static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segment_state(const __grid_constant__ ForwardArgs args) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  unsigned char* ring = smem + BARRIERS_BYTES;
+  const Barriers barriers{smem_address(smem)};
+  const Segment s = locate_segment(args, blockIdx.x);
+  if (s.tokens < 0 || s.last) return;
+  barriers.init();
+  __syncthreads();
+
+  if (threadIdx.x < PRODUCER_THREADS) {
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    produce(args, s, ring, barriers);
+  } else {
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
+    float state[HEADS][STATE_REGISTERS];
+    float total[HEADS];
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+      total[h] = 0.f;
+#pragma unroll
+      for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] = 0.f;
+    }
+    RingPosition at;
+    const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
+    for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
+      wait_barrier(barriers.full(at.stage), at.parity);
+      fence_proxy_async();
+      const unsigned char* stage = ring + at.stage * STAGE_BYTES;
+      FragmentA<X> a[HEADS][4];
+#pragma unroll
+      for (int h = 0; h < HEADS; ++h) {
+        const Vectors v = vectors_of(stage, consumer * HEADS + h);
+        load_weighted_x(a[h], stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES, v.w());
+        const float g_last = v.g[CHUNK - 1];
+        total[h] += g_last;
+        const float decay = ex2_approx(fminf(g_last, 0.f));
+#pragma unroll
+        for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] *= decay;
+        wgmma_fence();
+        start_state_update(state[h], a[h], stage + B_OFFSET);
+        wgmma_commit_group();
+      }
+      wgmma_wait_group<0>();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.empty(at.stage));
+    }
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+      const int head = s.head0 + consumer * HEADS + h;
+      if (head >= s.head_end) continue;
+      float* to = segment_state(args, s.slot + 1, head);
+#pragma unroll
+      for (int i = 0; i < STATE_REGISTERS; i += 2)
+        if (state_p(i) < HEADDIM && state_n(i) < STATES_ROW)
+          *reinterpret_cast<float2*>(to + state_p(i) * STATES_ROW + state_n(i)) = make_float2(state[h][i], state[h][i + 1]);
+      if (threadIdx.x % 128 == 0) args.da_cumsum[(s.slot + 1) * args.nheads + head] = total[h];
+    }
+  }
+}
