@@ -145,6 +145,12 @@ impl CubinCache {
         self.directory.as_deref()
     }
 
+    /// True if there is no cubin in it.
+    pub fn is_empty(&self) -> bool {
+        let is_cubin = |e: &fs::DirEntry| e.path().extension().is_some_and(|e| e == "cubin");
+        self.directory.as_deref().is_none_or(|d| !entries(d).iter().any(is_cubin))
+    }
+
     /// The cubin of `identity`, if a sound one is there. Never fails: what cannot be used is a miss.
     pub fn get(&self, identity: &KernelIdentity, wanted: Wanted) -> Option<Cubin> {
         let directory = self.directory.as_deref()?;

@@ -45,8 +45,8 @@ pub struct KernelReport {
     pub local_bytes: u32,
     /// Length of the cubin.
     pub cubin_bytes: usize,
-    /// True if NVRTC was run for it just now, false if it came from the cache.
-    pub compiled_now: bool,
+    /// Where the code came from.
+    pub origin: crate::Origin,
 }
 
 impl LoadedKernel {
@@ -61,7 +61,7 @@ impl LoadedKernel {
             resources: cubin.compiled.resources,
             local_bytes: module.local_bytes,
             cubin_bytes: cubin.compiled.cubin.len(),
-            compiled_now: outcome.compiled_now,
+            origin: outcome.origin,
         };
         Ok(LoadedKernel { module, launch, report })
     }

@@ -17,11 +17,36 @@ const NOTE_FILE: &str = "nvrtc.json";
 /// Which NVRTC would be opened is noted beside the cubins (file, size, date, version), so a process whose kernels are all
 /// cached neither opens NVRTC nor calls it, and an upgraded NVRTC is still noticed. A host without NVRTC takes cubins of any
 /// NVRTC version, the newest first.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Jit {
     cache: CubinCache,
     options: CompileOptions,
+    shipped: Option<Arc<dyn ShippedCubins>>,
     state: Arc<Mutex<State>>,
+}
+
+/// Cubins that came ready made, for instance in an imported bundle. They are taken whatever NVRTC made them: whoever imported
+/// them wanted them.
+pub trait ShippedCubins: Send + Sync {
+    /// The cubin of `identity`, if there is one.
+    fn find(&self, identity: &KernelIdentity) -> Option<Cubin>;
+}
+
+/// Where a cubin came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// NVRTC made it just now.
+    Compiled,
+    /// From the cache on disk.
+    Cache,
+    /// From an imported bundle.
+    Shipped,
+}
+
+impl std::fmt::Debug for Jit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Jit").field("cache", &self.cache).field("options", &self.options).finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug, Default)]
@@ -35,8 +60,8 @@ struct State {
 pub struct JitOutcome {
     /// The code.
     pub cubin: Cubin,
-    /// True if NVRTC was run for it.
-    pub compiled_now: bool,
+    /// Where it came from.
+    pub origin: Origin,
 }
 
 impl Jit {
@@ -47,7 +72,13 @@ impl Jit {
 
     /// As [`Jit::new`], with other compiler options.
     pub fn with_options(cache: CubinCache, options: CompileOptions) -> Jit {
-        Jit { cache, options, state: Arc::default() }
+        Jit { cache, options, shipped: None, state: Arc::default() }
+    }
+
+    /// The same compiler, which also takes cubins from `shipped` if the cache has none.
+    pub fn with_shipped(mut self, shipped: Arc<dyn ShippedCubins>) -> Jit {
+        self.shipped = Some(shipped);
+        self
     }
 
     /// The cache.
@@ -76,13 +107,16 @@ impl Jit {
     pub fn cubin(&self, rendered: &Rendered, arch: Arch) -> Result<JitOutcome, CudaError> {
         let identity = KernelIdentity::of(rendered, arch, self.options);
         if let Some(cubin) = self.cache.get(&identity, self.wanted()) {
-            return Ok(JitOutcome { cubin, compiled_now: false });
+            return Ok(JitOutcome { cubin, origin: Origin::Cache });
+        }
+        if let Some(cubin) = self.shipped.as_ref().and_then(|s| s.find(&identity)) {
+            return Ok(JitOutcome { cubin, origin: Origin::Shipped });
         }
         let nvrtc = self.nvrtc()?;
         let compiled = nvrtc.compile_with(rendered, arch, self.options)?;
         let cubin = Cubin { key: KernelKey { identity, nvrtc: nvrtc.version() }, compiled };
         self.cache.put(&cubin);
-        Ok(JitOutcome { cubin, compiled_now: true })
+        Ok(JitOutcome { cubin, origin: Origin::Compiled })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {

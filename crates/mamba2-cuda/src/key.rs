@@ -1,7 +1,7 @@
 use std::fmt::Write;
 
 use mamba2_kernels::Rendered;
-use mamba2_spec::Arch;
+use mamba2_spec::{Arch, Kernel};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -63,6 +63,35 @@ impl KernelIdentity {
         }
         hex(&hash.finalize())
     }
+}
+
+impl KernelKey {
+    /// The key as one line of JSON, with its fields in a fixed order. Bundles name cubins by it.
+    pub fn to_text(&self) -> String {
+        serde_json::to_string(self).expect("a key of strings and numbers should serialise")
+    }
+
+    /// Reads a key's text, which may be anything.
+    ///
+    /// # Errors
+    /// What is wrong with it, in words.
+    pub fn from_text(text: &str) -> Result<KernelKey, String> {
+        serde_json::from_str(text).map_err(|e| format!("kernel key: {e}"))
+    }
+}
+
+/// SHA-256 in hex over the templates of every kernel of a forward pass: what a record of a tuned forward pass was made with.
+pub fn forward_template_digest() -> String {
+    let mut hash = Sha256::new();
+    for kernel in Kernel::ALL.into_iter().filter(|k| *k != Kernel::StateUpdate) {
+        hash.update(mamba2_kernels::template_digest(kernel));
+    }
+    hex(&hash.finalize())
+}
+
+/// SHA-256 in hex over the template of the decode step.
+pub fn step_template_digest() -> String {
+    mamba2_kernels::template_digest(Kernel::StateUpdate)
 }
 
 pub(crate) fn hex(bytes: &[u8]) -> String {
