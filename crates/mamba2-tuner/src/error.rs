@@ -26,6 +26,14 @@ pub enum TunerError {
     /// The device, or the process that drives it, cannot be used at all.
     #[error("tuning device: {0}")]
     Device(String),
+    /// The tensors of a shape do not fit this device, or cannot be made for it. Other shapes may.
+    #[error("{target}: cannot be tuned on this device: {reason}")]
+    Unfit {
+        /// The shape.
+        target: String,
+        /// Why.
+        reason: String,
+    },
     /// A list of shapes cannot be read.
     #[error("shape list: {entry}: expected {expected}, got {got}")]
     ShapeList {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use mamba2_spec::DeviceFacts;
+use mamba2_spec::{DeviceFacts, Kernel};
 use serde::{Deserialize, Serialize};
 
 use crate::{Candidate, Target, TunerError};
@@ -14,8 +14,33 @@ pub trait Executor: Sync {
     /// Facts that tuning depends on.
     fn device(&self) -> &DeviceFacts;
 
-    /// What a result of `candidate` depends on beside the shape and the device.
-    fn conditions(&self, candidate: &Candidate) -> Conditions;
+    /// What a result of `kernel` depends on beside the shape, the config and the device.
+    fn kernel_conditions(&self, kernel: Kernel) -> Conditions;
+
+    /// What a result of `candidate` depends on beside the shape and the device: that of all its kernels.
+    fn conditions(&self, candidate: &Candidate) -> Conditions {
+        let mut of_kernels = candidate.kernels().into_iter().map(|k| self.kernel_conditions(k.kernel()));
+        let first = of_kernels.next().expect("a candidate should have a kernel");
+        of_kernels.fold(first, |mut all, next| {
+            all.template_digest.push('+');
+            all.template_digest.push_str(&next.template_digest);
+            all
+        })
+    }
+
+    /// Makes whatever [`Executor::verify`] and [`Executor::measure`] need for a shape: inputs, oracle. They do it themselves if
+    /// it was not done; apart, it does not count against the time limit of a candidate.
+    ///
+    /// # Errors
+    /// [`TunerError::Unfit`] if the shape is too large for the device, [`TunerError::Device`] if the device is lost for good.
+    fn prepare(&self, _target: &Target) -> Result<(), TunerError> {
+        Ok(())
+    }
+
+    /// True once the device needs a new process: its context was destroyed by a candidate.
+    fn is_lost(&self) -> bool {
+        false
+    }
 
     /// Device memory that one candidate may use, in bytes; `None` if unknown.
     fn memory_bytes(&self) -> Option<u64>;

@@ -12,7 +12,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use mamba2_spec::{Arch, DeviceFacts};
+use mamba2_spec::{Arch, DeviceFacts, Kernel};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -203,7 +203,7 @@ impl Executor for FakeExecutor {
         &self.script.device
     }
 
-    fn conditions(&self, _candidate: &Candidate) -> Conditions {
+    fn kernel_conditions(&self, _kernel: Kernel) -> Conditions {
         self.script.conditions.clone()
     }
 

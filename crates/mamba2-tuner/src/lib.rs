@@ -12,10 +12,10 @@
 #![forbid(unsafe_code)]
 
 mod choose;
-pub mod env;
 mod error;
 mod executor;
 pub mod fake;
+pub mod gpu;
 mod job;
 mod policy;
 mod progress;
@@ -27,6 +27,7 @@ mod sink;
 pub mod space;
 mod stats;
 mod target;
+pub mod worker;
 
 pub use choose::choose;
 pub use error::TunerError;

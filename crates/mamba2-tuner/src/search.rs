@@ -333,7 +333,7 @@ impl Search<'_> {
             match samples {
                 Ok(summary) => {
                     best[*group] =
-                        Some(best[*group].map_or(summary.min_us, |b| b.min(summary.min_us)));
+                        Some(best[*group].map_or(summary.median_us, |b| b.min(summary.median_us)));
                     hopeful.push((*group, *candidate, *error, summary));
                 }
                 Err(failure) => results.push((*group, *candidate, Outcome::Failed(failure))),
@@ -341,7 +341,7 @@ impl Search<'_> {
         }
         let (run, cut): (Vec<_>, Vec<_>) =
             hopeful.into_iter().partition(|(group, _, _, summary)| {
-                best[*group].is_none_or(|best| summary.min_us <= best * self.policy.cut_factor)
+                best[*group].is_none_or(|best| summary.median_us <= best * self.policy.cut_factor)
             });
         for (group, candidate, out_error, summary) in cut {
             results.push((

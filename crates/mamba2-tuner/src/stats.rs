@@ -7,8 +7,6 @@ use serde::{Deserialize, Serialize};
 pub struct Summary {
     /// Median. Unit: microseconds.
     pub median_us: f64,
-    /// Smallest sample. Unit: microseconds.
-    pub min_us: f64,
     /// Interquartile range. Unit: microseconds.
     pub spread_us: f64,
     /// Number of samples.
@@ -25,7 +23,6 @@ impl Summary {
         sorted.sort_by(f64::total_cmp);
         Some(Summary {
             median_us: quantile(&sorted, 0.5),
-            min_us: sorted[0],
             spread_us: quantile(&sorted, 0.75) - quantile(&sorted, 0.25),
             samples: sorted.len() as u32,
         })
@@ -63,7 +60,7 @@ mod tests {
     #[test]
     fn median_and_spread_are_the_textbook_ones() {
         let s = Summary::of(&[4.0, 1.0, 3.0, 2.0]).unwrap();
-        assert_eq!((s.median_us, s.min_us, s.samples), (2.5, 1.0, 4));
+        assert_eq!((s.median_us, s.samples), (2.5, 4));
         assert!((s.spread_us - 1.5).abs() < 1e-12);
     }
 

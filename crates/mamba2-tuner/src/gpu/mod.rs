@@ -1,0 +1,18 @@
+//! The real device: candidates are verified in guarded, poisoned memory and timed on CUDA graphs.
+
+mod compare;
+mod compile;
+mod executor;
+mod layout;
+mod output;
+pub mod place;
+mod trial;
+mod twin;
+
+pub use compare::{decode, relative_frobenius};
+pub use compile::{CompileExecutor, compile_kernel};
+pub use executor::GpuExecutor;
+pub use output::{CANARY, GUARD_BYTES, Output, POISON, Scratch};
+pub use place::Placement;
+pub use trial::{ForwardTrial, Oracle, Run, StepTrial, failure_of};
+pub use twin::{of_forward as twin_of_forward, of_step as twin_of_step};

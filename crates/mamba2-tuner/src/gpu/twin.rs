@@ -1,0 +1,83 @@
+//! Small problems that compile to the same kernels as a large one: same headdim, dstate, heads per group, dtypes, options.
+
+use mamba2_spec::{Problem, StepProblem};
+
+/// Tokens of a twin: several chunks of every size, and a ragged tail.
+const TOKENS: usize = 2 * 256 + 37;
+/// The same for twins with large states, whose oracle would take seconds: two chunks of 256 are still passed through.
+const FEW_TOKENS: usize = 256 + 37;
+const LARGE_STATE_ELEMS: usize = 1 << 20;
+const SEQUENCES: usize = 6;
+
+/// Groups of a twin: more than one where the problem has more, few enough to stay small.
+fn groups(ngroups: usize, heads_per_group: usize) -> usize {
+    let most = match heads_per_group {
+        0..=8 => 3,
+        9..=32 => 2,
+        _ => 1,
+    };
+    ngroups.min(most)
+}
+
+/// The twin of a forward pass.
+pub fn of_forward(problem: &Problem) -> Problem {
+    let heads_per_group = problem.heads_per_group();
+    let ngroups = groups(problem.ngroups, heads_per_group);
+    let nheads = ngroups * heads_per_group;
+    let large = nheads * problem.headdim * problem.dstate > LARGE_STATE_ELEMS;
+    let mut twin = problem.clone();
+    (twin.nheads, twin.ngroups) = (nheads, ngroups);
+    twin.seqlen = if large { FEW_TOKENS } else { TOKENS };
+    twin.batch = if problem.packed.is_some() || nheads > 16 { 1 } else { 2 };
+    twin.packed = problem.packed.map(|_| SEQUENCES);
+    twin
+}
+
+/// The twin of a decode step.
+pub fn of_step(problem: &StepProblem) -> StepProblem {
+    let heads_per_group = problem.nheads / problem.ngroups;
+    let mut twin = problem.clone();
+    twin.ngroups = groups(problem.ngroups, heads_per_group);
+    twin.nheads = twin.ngroups * heads_per_group;
+    twin.batch = problem.batch.min(7);
+    twin.slots = if problem.indices { twin.batch + 2 } else { twin.batch };
+    twin
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mamba2_kernels::render;
+    use mamba2_spec::{Arch, DeviceFacts, rules};
+
+    #[test]
+    fn a_twin_compiles_to_the_same_text_as_the_problem() {
+        let device = DeviceFacts::assumed(Arch(90));
+        for shape in [
+            "b=4,l=16384,h=8,p=64,g=1,n=128",
+            "b=1,l=8192,h=128,p=80,g=8,n=128,dtype=f16,z=1,softplus=1,bias=1",
+            "b=1,l=4096,h=80,p=64,g=1,n=256,packed=3,init=none",
+            "b=2,l=100,h=5,p=33,g=5,n=17,align=1,dtype=f32",
+        ] {
+            let problem: Problem = shape.parse().unwrap();
+            let twin = of_forward(&problem);
+            twin.check().unwrap();
+            let config = rules::default_strategy(&problem, &device).unwrap();
+            rules::check_strategy(&config, &twin, &device).unwrap();
+            for kernel in config.kernels() {
+                let text = |p: &Problem| render(&kernel, p, &device).config_header;
+                assert_eq!(text(&problem), text(&twin), "{shape}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_twin_has_several_chunks_and_a_ragged_tail_at_every_chunk_size() {
+        for shape in ["b=1,l=1,h=8,p=64,g=1,n=128", "b=1,l=1,h=128,p=256,g=1,n=512"] {
+            let twin = of_forward(&shape.parse().unwrap());
+            for chunk_size in [64, 128, 256] {
+                assert!(twin.seqlen > chunk_size && !twin.seqlen.is_multiple_of(chunk_size), "{twin}");
+            }
+        }
+    }
+}
