@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bundle;
+mod compact;
 pub mod env;
 mod error;
 mod files;
@@ -9,10 +10,13 @@ mod frames;
 mod key;
 mod ladder;
 mod local;
+mod lock;
 mod mode;
+pub mod ops;
 mod parts;
 mod paths;
 mod record;
+mod seal;
 mod shipped;
 mod snapshot;
 mod store;

@@ -1,13 +1,17 @@
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
+use crate::compact;
 use crate::error::{Result, TuneDbError};
 use crate::files;
 use crate::key::TuneKey;
+use crate::lock::Lock;
 use crate::paths::{CacheDir, network_file_system};
 use crate::parts;
 use crate::record::{Record, Timing};
+use crate::seal;
 use crate::snapshot::Snapshot;
 use crate::store::Store;
 
@@ -77,26 +81,46 @@ impl LocalDb {
         if let Some(file_system) = network_file_system(&self.root) {
             return Err(TuneDbError::NetworkFileSystem { path: self.store_path(), file_system });
         }
-        let store = match Store::open(&self.store_path(), &self.snapshot_path(), wait) {
+        let lock = Arc::new(Lock::acquire(&self.root.join("lock"), &self.store_path(), wait)?);
+        compact::finish(&self.store_path())?;
+        let store = match Store::open(&self.store_path(), &self.snapshot_path(), lock.clone()) {
             Ok(store) => store,
-            Err(e @ (TuneDbError::Damaged { .. } | TuneDbError::Store { .. })) => self.replace_store(&e, wait)?,
+            Err(e @ (TuneDbError::Damaged { .. } | TuneDbError::Store { .. })) => self.replace_store(&e, lock)?,
             Err(e) => return Err(e),
         };
+        self.recover_published(&store)?;
         self.absorb_parts(&store)?;
         store.refresh_snapshot()?;
         Ok(store)
     }
 
-    fn replace_store(&self, why: &TuneDbError, wait: Duration) -> Result<Store> {
+    fn replace_store(&self, why: &TuneDbError, lock: Arc<Lock>) -> Result<Store> {
         let aside = files::set_aside(&self.store_path())?;
+        seal::remove(&self.store_path())?;
+        tracing::warn!("{why}; set aside as {}, starting anew from the snapshot", aside.display());
+        Store::open(&self.store_path(), &self.snapshot_path(), lock)
+    }
+
+    /// Takes back what the snapshot has and a new or recovered store has not. A store that is ahead, or equal, is left alone.
+    fn recover_published(&self, store: &Store) -> Result<()> {
+        let generation = match self.snapshot() {
+            Ok(Some(snapshot)) => snapshot.generation(),
+            // A damaged snapshot beside a good store is simply published again.
+            Err(TuneDbError::Damaged { .. }) if store.is_empty() => u64::MAX,
+            _ => return Ok(()),
+        };
+        if generation <= store.generation()? {
+            return Ok(());
+        }
         let records = self.readable_records();
-        tracing::warn!("{why}; set aside as {}, starting anew with {} records of the snapshot", aside.display(), records.len());
-        let store = Store::open(&self.store_path(), &self.snapshot_path(), wait)?;
         for record in &records {
             store.merge(record)?;
         }
-        store.commit()?;
-        Ok(store)
+        tracing::warn!("{}: took {} records back from the snapshot", self.store_path().display(), records.len());
+        if generation < u64::MAX {
+            store.set_generation(generation)?;
+        }
+        store.commit()
     }
 
     /// Good records of the snapshot, even of a damaged one.
@@ -148,6 +172,9 @@ impl LocalDb {
                 }
                 if !records.is_empty() {
                     store.commit()?;
+                }
+                if store.is_bloated() {
+                    store.compact()?;
                 }
                 Ok(Committed::Store)
             }

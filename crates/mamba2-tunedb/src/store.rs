@@ -1,11 +1,16 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
+use crate::compact;
 use crate::error::{Result, TuneDbError};
 use crate::frames::{self, ShortDigest, short_digest};
 use crate::key::TuneKey;
+use crate::lock::{self, Lock};
 use crate::record::{Record, Timing};
+use crate::seal::{self, Seal};
 use crate::snapshot::{Snapshot, read_entry};
 
 /// Mark that a sled directory is ours, and its format.
@@ -15,12 +20,18 @@ const GENERATION_KEY: &[u8] = b"generation";
 
 /// The store's pages are small and few; sled would take a gigabyte.
 const CACHE_BYTES: u64 = 16 << 20;
-const RETRY_FIRST: Duration = Duration::from_millis(2);
-const RETRY_LONGEST: Duration = Duration::from_millis(100);
+
+/// A log below this is not worth writing anew.
+const BLOATED_BYTES: u64 = 32 << 20;
+/// Longest a store may take to open and be read through; sled can spin for ever on a flipped bit.
+const RECOVERY_LIMIT: Duration = Duration::from_secs(30);
+/// Longest to wait for sled's own lock, which its background threads hold a moment after the last handle is gone.
+const SLED_LOCK_WAIT: Duration = Duration::from_secs(2);
 
 /// The open local store: sled, one process at a time. Open it late, drop it early, and never hold it while tuning.
 ///
 /// Each value is filed with its own digest. A commit flushes and then publishes the snapshot that everybody else reads.
+/// [`crate::LocalDb::open_store`] opens it.
 #[derive(Debug)]
 pub struct Store {
     db: sled::Db,
@@ -28,25 +39,68 @@ pub struct Store {
     timings: sled::Tree,
     path: PathBuf,
     snapshot_path: PathBuf,
+    // Dropped last: it seals and unlocks when sled is gone.
+    closer: Closer,
+}
+
+/// Waits until sled has let go, seals its files, and lets the next process in.
+#[derive(Debug)]
+struct Closer {
+    path: PathBuf,
+    clean: AtomicBool,
+    lock: Arc<Lock>,
+}
+
+impl Drop for Closer {
+    fn drop(&mut self) {
+        // Without a seal the next process only reads everything through, so failing here costs time.
+        if self.clean.load(Ordering::Relaxed) && lock::wait_until_free(&self.path.join("db"), SLED_LOCK_WAIT) {
+            let _ = seal::write(&self.path);
+        }
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        self.closer.clean.store(self.flush().is_ok(), Ordering::Relaxed);
+    }
+}
+
+/// What sled gives.
+struct Opened {
+    db: sled::Db,
+    records: sled::Tree,
+    timings: sled::Tree,
 }
 
 impl Store {
-    /// Opens or makes the store in `path`, waiting up to `wait` for another process to let go.
-    /// Commits are published at `snapshot_path`. Damage is an error here; [`crate::LocalDb::open_store`] recovers from it.
-    ///
-    /// # Errors
-    /// [`TuneDbError::Busy`] after the wait, [`TuneDbError::Newer`] for a newer program's store,
-    /// [`TuneDbError::Damaged`] for a foreign one, [`TuneDbError::Store`] or [`TuneDbError::Io`] for the rest.
-    pub fn open(path: &Path, snapshot_path: &Path, wait: Duration) -> Result<Store> {
+    /// Opens or makes the store in `path` under the lock. Damage is an error here; `LocalDb` recovers from it.
+    pub(crate) fn open(path: &Path, snapshot_path: &Path, lock: Arc<Lock>) -> Result<Store> {
         std::fs::create_dir_all(path).map_err(TuneDbError::io("create directory", path))?;
-        let db = open_sled(path, wait)?;
-        let store = Store {
-            records: tree(&db, path, "records")?,
-            timings: tree(&db, path, "timings")?,
-            db,
-            path: path.into(),
-            snapshot_path: snapshot_path.into(),
+        let sealed = match seal::check(path)? {
+            Seal::Good => true,
+            Seal::Absent => false,
+            // sled makes its own snapshots again from its log.
+            Seal::Broken(files) if files.iter().all(|name| is_sled_snapshot(name)) => {
+                tracing::warn!("{}: damaged {files:?}; reading the log instead", path.display());
+                remove_sled_snapshots(path)?;
+                false
+            }
+            Seal::Broken(files) => {
+                return Err(TuneDbError::damaged(path.display().to_string(), format!("changed since it was closed: {files:?}")));
+            }
         };
+        seal::remove(path)?;
+        let opened = match open_guarded(path, !sealed) {
+            Err(TuneDbError::Store { detail, .. }) if !sealed && remove_sled_snapshots(path)? => {
+                tracing::warn!("{}: {detail}; reading the log instead", path.display());
+                open_guarded(path, true)?
+            }
+            other => other?,
+        };
+        let Opened { db, records, timings } = opened;
+        let closer = Closer { path: path.into(), clean: AtomicBool::new(false), lock };
+        let store = Store { db, records, timings, path: path.into(), snapshot_path: snapshot_path.into(), closer };
         store.check_marker()?;
         Ok(store)
     }
@@ -126,6 +180,22 @@ impl Store {
     /// sled's.
     pub fn remove(&self, key: &TuneKey) -> Result<bool> {
         self.sled(self.records.remove(key.to_string().as_bytes())).map(|old| old.is_some())
+    }
+
+    /// Takes out the records that cannot be read. Returns how many.
+    ///
+    /// # Errors
+    /// sled's.
+    pub fn remove_broken_records(&self) -> Result<usize> {
+        let mut removed = 0;
+        for item in self.records.iter() {
+            let (key, sealed) = self.sled(item)?;
+            if unseal(&key, &sealed).and_then(|value| read_entry(&key, value)).is_err() {
+                self.sled(self.records.remove(key))?;
+                removed += 1;
+            }
+        }
+        Ok(removed)
     }
 
     /// Keys with this prefix.
@@ -229,13 +299,17 @@ impl Store {
         Ok(found.and_then(|bytes| std::str::from_utf8(&bytes).ok()?.parse().ok()).unwrap_or(0))
     }
 
+    pub(crate) fn set_generation(&self, generation: u64) -> Result<()> {
+        self.sled(self.db.insert(GENERATION_KEY, generation.to_string().as_bytes())).map(drop)
+    }
+
     /// Makes everything durable and publishes the snapshot. Broken records are left out of it.
     ///
     /// # Errors
     /// sled's, or [`TuneDbError::Io`] if the snapshot cannot be written; the older one then stays.
     pub fn commit(&self) -> Result<()> {
         let generation = self.generation()?.saturating_add(1);
-        self.sled(self.db.insert(GENERATION_KEY, generation.to_string().as_bytes()))?;
+        self.set_generation(generation)?;
         self.flush()?;
         self.publish(generation)
     }
@@ -266,6 +340,48 @@ impl Store {
         }
     }
 
+    /// True if the log is large and mostly of values since replaced: sled does not shrink it by itself.
+    pub fn is_bloated(&self) -> bool {
+        let size = self.size_bytes();
+        size > BLOATED_BYTES && size > 4 * self.live_bytes()
+    }
+
+    fn live_bytes(&self) -> u64 {
+        let entries = self.records.iter().chain(self.timings.iter()).flatten();
+        entries.map(|(key, value)| (key.len() + value.len()) as u64).sum()
+    }
+
+    /// Writes the store anew with only what is live, and closes it.
+    ///
+    /// # Errors
+    /// sled's or [`TuneDbError::Io`]; the store is then as it was.
+    pub fn compact(self) -> Result<()> {
+        compact::start(&self.path)?;
+        let copy = open_guarded(&compact::new_path(&self.path), false)?;
+        let copy_error = |e| sled_error(&self.path, e);
+        for (from, to) in [(&self.records, &copy.records), (&self.timings, &copy.timings)] {
+            for item in from.iter() {
+                let (key, value) = self.sled(item)?;
+                to.insert(key, value).map_err(copy_error)?;
+            }
+        }
+        for key in [MARKER_KEY, GENERATION_KEY] {
+            if let Some(value) = self.sled(self.db.get(key))? {
+                copy.db.insert(key, value).map_err(copy_error)?;
+            }
+        }
+        copy.db.flush().map_err(copy_error)?;
+        drop(copy);
+        let (path, lock) = (self.path.clone(), self.closer.lock.clone());
+        lock::wait_until_free(&compact::new_path(&path).join("db"), SLED_LOCK_WAIT);
+        // Still under our lock, which `lock` holds on to.
+        drop(self);
+        compact::swap(&path)?;
+        seal::write(&path)?;
+        drop(lock);
+        Ok(())
+    }
+
     /// Bytes of the store's files.
     pub fn size_bytes(&self) -> u64 {
         directory_bytes(&self.path)
@@ -283,8 +399,50 @@ pub(crate) fn directory_bytes(path: &Path) -> u64 {
     entries.flatten().map(size).sum()
 }
 
-fn tree(db: &sled::Db, path: &Path, name: &str) -> Result<sled::Tree> {
-    db.open_tree(name).map_err(|e| sled_error(path, e))
+fn is_sled_snapshot(name: &str) -> bool {
+    name.starts_with("snap.")
+}
+
+/// Removes sled's snapshots; its log holds the same. True if there were any.
+fn remove_sled_snapshots(path: &Path) -> Result<bool> {
+    let mut removed = false;
+    for entry in std::fs::read_dir(path).map_err(TuneDbError::io("list", path))?.flatten() {
+        if is_sled_snapshot(&entry.file_name().to_string_lossy()) {
+            std::fs::remove_file(entry.path()).map_err(TuneDbError::io("remove", entry.path()))?;
+            removed = true;
+        }
+    }
+    Ok(removed)
+}
+
+/// Opens sled in a thread of its own with a time limit, and reads everything through if `scan`: a writer that was killed
+/// leaves files whose state nobody vouches for. If sled hangs or panics, the thread is given up and the store is damaged.
+fn open_guarded(path: &Path, scan: bool) -> Result<Opened> {
+    let (sender, receiver) = mpsc::channel();
+    let dir = path.to_path_buf();
+    let work = move || {
+        // The receiver is gone if the time is over.
+        let _ = sender.send(open_and_scan(&dir, scan));
+    };
+    std::thread::Builder::new()
+        .name("mamba2-tunedb-open".into())
+        .spawn(work)
+        .map_err(TuneDbError::io("start a thread for", path))?;
+    receiver.recv_timeout(RECOVERY_LIMIT + SLED_LOCK_WAIT).unwrap_or_else(|_| {
+        Err(TuneDbError::Store { path: path.into(), detail: format!("no answer in {} s", RECOVERY_LIMIT.as_secs()) })
+    })
+}
+
+fn open_and_scan(path: &Path, scan: bool) -> Result<Opened> {
+    let db = open_sled(path)?;
+    let tree = |name: &str| db.open_tree(name).map_err(|e| sled_error(path, e));
+    let (records, timings) = (tree("records")?, tree("timings")?);
+    if scan {
+        for item in records.iter().chain(timings.iter()) {
+            item.map_err(|e| sled_error(path, e))?;
+        }
+    }
+    Ok(Opened { db, records, timings })
 }
 
 fn sled_error(path: &Path, error: sled::Error) -> TuneDbError {
@@ -294,26 +452,20 @@ fn sled_error(path: &Path, error: sled::Error) -> TuneDbError {
     }
 }
 
-/// sled's background threads can hold the lock a moment after the owner dropped it or died, so a held lock is tried again.
-fn open_sled(path: &Path, wait: Duration) -> Result<sled::Db> {
+fn open_sled(path: &Path) -> Result<sled::Db> {
     let config = sled::Config::new()
         .path(path)
         .mode(sled::Mode::LowSpace)
         .cache_capacity(CACHE_BYTES)
         .flush_every_ms(None);
-    let started = Instant::now();
-    let mut pause = RETRY_FIRST;
-    loop {
-        match config.open() {
-            Ok(db) => return Ok(db),
-            Err(e) if is_locked(&e) => {}
-            Err(e) => return Err(sled_error(path, e)),
-        }
-        if started.elapsed() + pause > wait {
-            return Err(TuneDbError::Busy { path: path.into(), waited_ms: started.elapsed().as_millis() as u64 });
-        }
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(RETRY_LONGEST);
+    // Our own lock is held, so only threads of a handle just dropped, or a process just killed, can be in the way.
+    let opened = lock::retry(SLED_LOCK_WAIT, || match config.open() {
+        Err(e) if is_locked(&e) => None,
+        other => Some(other),
+    });
+    match opened {
+        Some(opened) => opened.map_err(|e| sled_error(path, e)),
+        None => Err(TuneDbError::Busy { path: path.into(), waited_ms: SLED_LOCK_WAIT.as_millis() as u64 }),
     }
 }
 

@@ -37,7 +37,8 @@ pub fn write_text(records: impl IntoIterator<Item = Record>) -> Result<String> {
         sorted.insert(key, kept);
     }
     let lines: Vec<String> = sorted.values().map(Record::to_json).collect::<Result<_>>()?;
-    Ok(format!("{HEADER}{VERSION},\"records\":[\n{}\n]}}\n", lines.join(",\n")))
+    let end = if lines.is_empty() { "]}\n" } else { "\n]}\n" };
+    Ok(format!("{HEADER}{VERSION},\"records\":[\n{}{end}", lines.join(",\n")))
 }
 
 impl TextRecords {
