@@ -18,7 +18,7 @@ constexpr bool WITH_C = true;
 #include "common/sm90_pipeline.cuh"
 
 // C H^T starts before S is ready where registers allow both in flight.
-constexpr bool Y_FIRST = WARPGROUPS < 3;
+constexpr bool Y_FIRST = HEADS == 1 && WARPGROUPS < 3;
 
 constexpr int H_BYTES = DSTATE_BOXES * BOX_BYTES;
 static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + WARPGROUPS * H_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
@@ -168,7 +168,8 @@ __device__ __forceinline__ void store_final_state(const ForwardArgs& args, const
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_forward(const __grid_constant__ ForwardArgs args) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_forward(const __grid_constant__ ForwardArgs args,
+    const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
@@ -179,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    produce(args, s, ring, barriers);
+    produce(args, maps, s, ring, barriers);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
@@ -197,33 +198,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
     for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
       wait_barrier(barriers.full(at.stage), at.parity);
-      fence_proxy_async();
+      if constexpr (!USE_TMA) fence_proxy_async();
       unsigned char* stage = ring + at.stage * STAGE_BYTES;
-      // Few registers are free beside the states, so the products of a head follow each other: C B^T and C H^T, S x, then the state
+      // Few registers are free beside the states, so a warpgroup's products follow each other: C B^T (and C H^T), S x, then the state
       // update under the stores of Y. The other warpgroups fill the tensor cores meanwhile.
-      float scores[32];
+      FragmentA<X> decayed[HEADS][4];
+      float y[32];
+      store_state_tile(h_boxes, state[0]);
+      fence_proxy_async();
+      bar_sync(barrier, 128);
+      {
+        float scores[32];
+        wgmma_fence();
+        start_product_over_dstate(scores, stage, stage + B_OFFSET);
+        wgmma_commit_group();
+        if constexpr (Y_FIRST) {
+          start_product_over_dstate(y, stage, h_boxes);
+          wgmma_commit_group();
+        }
+        wgmma_wait_group<Y_FIRST>();
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) decay_scores(decayed[h], scores, vectors_of(stage, consumer * HEADS + h));
+      }
 #pragma unroll
       for (int h = 0; h < HEADS; ++h) {
         const Vectors v = vectors_of(stage, consumer * HEADS + h);
         unsigned char* x_box = stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES;
-        store_state_tile(h_boxes, state[h]);
-        fence_proxy_async();
-        bar_sync(barrier, 128);
-        wgmma_fence();
-        if (h == 0) {
-          start_product_over_dstate(scores, stage, stage + B_OFFSET);
-          wgmma_commit_group();
+        if (h > 0) {
+          store_state_tile(h_boxes, state[h]);
+          fence_proxy_async();
+          bar_sync(barrier, 128);
         }
-        FragmentA<X> decayed[4];
-        float y[32];
-        if constexpr (Y_FIRST) {
-          start_product_over_dstate(y, stage, h_boxes);
-          wgmma_commit_group();
-          if (h == 0) wgmma_wait_group<1>();
-          decay_scores(decayed, scores, v);
-        } else {
-          if (h == 0) wgmma_wait_group<0>();
-          decay_scores(decayed, scores, v);
+        if (h > 0 || !Y_FIRST) {
           wgmma_fence();
           start_product_over_dstate(y, stage, h_boxes);
           wgmma_commit_group();
@@ -239,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
         wgmma_fence();
         const WgmmaDescriptor x(smem_address(x_box), BOX_BYTES);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) product_registers_by_rows<64>(y, decayed[k], x.at(k * 16 * 128));
+        for (int k = 0; k < 4; ++k) product_registers_by_rows<64>(y, decayed[h][k], x.at(k * 16 * 128));
         wgmma_commit_group();
         wgmma_wait_group<0>();
 

@@ -14,7 +14,8 @@ constexpr bool WITH_C = false;
 
 static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segment_state(const __grid_constant__ ForwardArgs args) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segment_state(const __grid_constant__ ForwardArgs args,
+    const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
@@ -25,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    produce(args, s, ring, barriers);
+    produce(args, maps, s, ring, barriers);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
@@ -41,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
     const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
     for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
       wait_barrier(barriers.full(at.stage), at.parity);
-      fence_proxy_async();
+      if constexpr (!USE_TMA) fence_proxy_async();
       const unsigned char* stage = ring + at.stage * STAGE_BYTES;
       FragmentA<X> a[HEADS][4];
 #pragma unroll
@@ -53,10 +54,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
         const float decay = ex2_approx(fminf(g_last, 0.f));
 #pragma unroll
         for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] *= decay;
-        wgmma_fence();
-        start_state_update(state[h], a[h], stage + B_OFFSET);
-        wgmma_commit_group();
       }
+      wgmma_fence();
+#pragma unroll
+      for (int h = 0; h < HEADS; ++h) start_state_update(state[h], a[h], stage + B_OFFSET);
+      wgmma_commit_group();
       wgmma_wait_group<0>();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.empty(at.stage));
     }

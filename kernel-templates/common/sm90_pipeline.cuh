@@ -10,6 +10,7 @@
 //   x  [HEADS_BLOCK boxes, 64 tokens x headdim]
 //   g, gd, w  [HEADS_BLOCK][3][64]   G in log2 units; G - log2(dt), so that exp2(G_i - gd_j) = exp2(G_i - G_j) dt_j; w = dt exp2(G_last - G)
 //             as float32 for f16, as two bf16 numbers high + low for bf16: x * low, then x * high + that, rounds once
+// Boxes are copied by the tensor memory accelerator. Packed sequences end inside the tensor, where only cp.async can stop reading.
 // Tokens past the segment, dstate past DSTATE, headdim past HEADDIM and heads past the group read as zero: nothing outside the
 // tensors is touched, and NaN beyond a sequence cannot enter.
 #pragma once
@@ -19,6 +20,7 @@
 #include "common/require.cuh"
 #include "common/softplus.cuh"
 #include "ptx/sm90_barrier.cuh"
+#include "ptx/sm90_tma.cuh"
 #include "ptx/sm90_wgmma.cuh"
 
 using X = Element<X_DTYPE>;
@@ -48,9 +50,14 @@ constexpr int PRODUCER_THREADS = 128;
 constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
 static_assert(THREADS == 128 * (WARPGROUPS + 1), "launch.rs gives one producer warpgroup");
 
+constexpr bool USE_TMA = !PACKED;
+struct TensorMaps {
+  TensorMap x, b, c;
+};
+
 // Registers after reallocation: what the block was launched with, moved from the producer to the consumers.
-constexpr int PRODUCER_REGISTERS = WARPGROUPS < 3 ? 72 : 56;
-constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 184 : WARPGROUPS == 2 ? 208 : 152;
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? (USE_TMA ? 32 : 56) : USE_TMA ? 40 : 72;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? (USE_TMA ? 216 : 184) : WARPGROUPS == 2 ? (USE_TMA ? 232 : 208) : USE_TMA ? 160 : 152;
 constexpr int BLOCKS_PER_SM = WARPGROUPS == 1 ? 2 : 1;
 
 struct Segment {
@@ -142,7 +149,8 @@ struct Barriers {
   __device__ __forceinline__ void init() const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < STAGES; ++s) {
-        mbarrier_init(full(s), 2 * PRODUCER_THREADS);  // each thread: its cp.async, and its plain stores
+        mbarrier_init(full(s), USE_TMA ? 1 + PRODUCER_THREADS / 32      // the copies, and each warp's vectors
+                                       : 2 * PRODUCER_THREADS);  // each thread: its cp.async, and its vectors
         mbarrier_init(empty(s), CONSUMER_WARPS);
       }
       fence_mbarrier_init();
@@ -167,57 +175,35 @@ struct RingPosition {
   }
 };
 
-// Warpgroup 0: fills the ring for every chunk of the segment. Each warp also makes the vectors of the heads warp, warp + 4, ...
-__device__ __forceinline__ void produce(const ForwardArgs& args, const Segment& s, unsigned char* ring, const Barriers& barriers) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  constexpr int HEADS_WARP = (HEADS_BLOCK + 3) / 4;
-  // This thread's first 16-byte unit of each tensor's box.
-  const int row = threadIdx.x / 8, column = threadIdx.x % 8 * 8;
-  const int64 token_row = s.first + row;
-  const X* b = static_cast<const X*>(args.B) + s.row * args.b_strides.batch + token_row * args.b_strides.token + s.group * args.b_strides.head + column;
-  const X* c = static_cast<const X*>(args.C) + s.row * args.c_strides.batch + token_row * args.c_strides.token + s.group * args.c_strides.head + column;
-  const X* x = static_cast<const X*>(args.x) + s.row * args.x_strides.batch + token_row * args.x_strides.token + s.head0 * args.x_strides.head + column;
-  unsigned char* thread_ring = ring + swizzled(row, threadIdx.x % 8);
-
-  // Raw dt is loaded DT_AHEAD chunks before its use: a chunk is shorter than the latency of device memory.
-  constexpr int DT_AHEAD = 2;
-  float raw[DT_AHEAD][HEADS_WARP][2], a[HEADS_WARP], bias[HEADS_WARP];
-  const Element<DT_DTYPE>* dt_next = static_cast<const Element<DT_DTYPE>*>(args.dt) + s.row * args.dt_strides.batch +
-                                     (s.first + 2 * lane) * args.dt_strides.token + (s.head0 + warp) * args.dt_strides.head;
-  int dt_tokens_left = s.tokens - 2 * lane;
-  const auto load_dt = [&](float (&to)[HEADS_WARP][2]) {  // of the chunk after the last call's
+// Copies one chunk's boxes with the tensor memory accelerator; one thread.
+__device__ __forceinline__ void copy_stage_tma(const TensorMaps& maps, const Segment& s, int token, unsigned stage, unsigned full) {
+  mbarrier_arrive_expect_tx(full, VECTORS_OFFSET);
 #pragma unroll
-    for (int i = 0; i < HEADS_WARP; ++i)
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        to[i][e] = warp + i * 4 < HEADS_BLOCK && s.head0 + warp + i * 4 < s.head_end && e < dt_tokens_left
-                       ? to_float(dt_next[e * args.dt_strides.token + i * 4 * args.dt_strides.head])
-                       : 0.f;
-    dt_next += CHUNK * args.dt_strides.token;
-    dt_tokens_left -= CHUNK;
-  };
-#pragma unroll
-  for (int i = 0; i < HEADS_WARP; ++i) {
-    const int head = s.head0 + warp + i * 4;
-    const bool valid = warp + i * 4 < HEADS_BLOCK && head < s.head_end;
-    a[i] = valid ? args.A[head] * LOG2_E : 0.f;
-    bias[i] = HAS_DT_BIAS && valid ? args.dt_bias[head] : 0.f;
+  for (int box = 0; box < DSTATE_BOXES; ++box) {
+    tma_load_4d(stage + B_OFFSET + box * BOX_BYTES, &maps.b, box * 64, s.group, token, static_cast<int>(s.row), full);
+    if (WITH_C) tma_load_4d(stage + box * BOX_BYTES, &maps.c, box * 64, s.group, token, static_cast<int>(s.row), full);
   }
 #pragma unroll
-  for (int i = 0; i < DT_AHEAD; ++i) load_dt(raw[i]);
+  for (int h = 0; h < HEADS_BLOCK; ++h) tma_load_4d(stage + X_OFFSET + h * BOX_BYTES, &maps.x, 0, s.head0 + h, token, static_cast<int>(s.row), full);
+}
 
-  RingPosition at;
-  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-  for (int chunk0 = 0; chunk0 < chunks; chunk0 += DT_AHEAD) {
-#pragma unroll
-   for (int ahead = 0; ahead < DT_AHEAD; ++ahead) {
-    const int chunk = chunk0 + ahead;
-    if (chunk >= chunks) break;
-    wait_barrier(barriers.empty(at.stage), at.parity ^ 1);
-    unsigned char* stage = ring + at.stage * STAGE_BYTES;
-    unsigned char* to = thread_ring + at.stage * STAGE_BYTES;
-    const int token = chunk * CHUNK;
-    const int rows_left = s.tokens - token - row;
+// Copies one chunk's boxes with cp.async; the whole producer warpgroup, each thread one 16-byte unit of every sixteenth row.
+struct CpAsyncCopier {
+  const X* b;
+  const X* c;
+  const X* x;
+  int row, column;
+
+  __device__ __forceinline__ CpAsyncCopier(const ForwardArgs& args, const Segment& s) : row(threadIdx.x / 8), column(threadIdx.x % 8 * 8) {
+    const int64 token = s.first + row;
+    b = static_cast<const X*>(args.B) + s.row * args.b_strides.batch + token * args.b_strides.token + s.group * args.b_strides.head + column;
+    c = static_cast<const X*>(args.C) + s.row * args.c_strides.batch + token * args.c_strides.token + s.group * args.c_strides.head + column;
+    x = static_cast<const X*>(args.x) + s.row * args.x_strides.batch + token * args.x_strides.token + s.head0 * args.x_strides.head + column;
+  }
+
+  __device__ __forceinline__ void copy_stage(const ForwardArgs& args, const Segment& s, int chunk, unsigned char* stage) {
+    unsigned char* to = stage + swizzled(row, threadIdx.x % 8);
+    const int rows_left = s.tokens - chunk * CHUNK - row;
 #pragma unroll 1
     for (int box = 0; box < DSTATE_BOXES; ++box) {
       copy_box_async(to + B_OFFSET + box * BOX_BYTES, b + box * 64, args.b_strides.token, rows_left, DSTATE - box * 64 - column);
@@ -229,44 +215,97 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const Segment& 
     b += CHUNK * args.b_strides.token;
     if (WITH_C) c += CHUNK * args.c_strides.token;
     x += CHUNK * args.x_strides.token;
-    cp_async_mbarrier_arrive_noinc(barriers.full(at.stage));
+  }
+};
 
+// g, gd and w of one head's chunk from this lane's two raw dt.
+__device__ __forceinline__ void make_vectors(const ForwardArgs& args, const float (&raw)[2], float a, float bias, int tokens_left, float2* to) {
+  const int lane = threadIdx.x % 32;
+  float dt[2];
 #pragma unroll
-    for (int i = 0; i < HEADS_WARP; ++i) {
-      if (warp + i * 4 >= HEADS_BLOCK) continue;
-      float dt[2];
+  for (int e = 0; e < 2; ++e) dt[e] = e < tokens_left ? dt_pipeline(raw[e], bias, args.dt_min, args.dt_max) : 0.f;
+  const float g0 = a * dt[0], g1 = a * dt[1] + g0;
+  float before = g1;  // inclusive scan over lanes
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const bool inside = token + 2 * lane + e < s.tokens && s.head0 + warp + i * 4 < s.head_end;
-        dt[e] = inside ? dt_pipeline(raw[ahead][i][e], bias[i], args.dt_min, args.dt_max) : 0.f;
-      }
-      const float g0 = a[i] * dt[0], g1 = a[i] * dt[1] + g0;
-      float before = g1;  // inclusive scan over lanes
+  for (int step = 1; step < 32; step *= 2) {
+    const float from = __shfl_up_sync(0xffffffffu, before, step);
+    if (lane >= step) before += from;
+  }
+  before = __shfl_up_sync(0xffffffffu, before, 1);
+  if (lane == 0) before = 0.f;
+  const float2 g = make_float2(before + g0, before + g1);
+  to[0] = g;
+  to[CHUNK / 2] = make_float2(g.x - lg2_approx(dt[0]), g.y - lg2_approx(dt[1]));  // dt = 0: +inf, its weight exp2(-inf) = 0
+  const float last = __shfl_sync(0xffffffffu, g.y, 31);
+  const float w0 = dt[0] * ex2_approx(fminf(last - g.x, 0.f)), w1 = dt[1] * ex2_approx(fminf(last - g.y, 0.f));
+  if constexpr (X_DTYPE == 0) {
+    const Pair<X> high = pack<X>(w0, w1);
+    const float2 kept = unpack(high);
+    to[CHUNK] = make_float2(__uint_as_float(high.bits), __uint_as_float(pack<X>(w0 - kept.x, w1 - kept.y).bits));
+  } else {
+    to[CHUNK] = make_float2(w0, w1);
+  }
+}
+
+// Warpgroup 0: fills the ring for every chunk of the segment. Warp w makes the vectors of the heads w, w + 4, ...
+__device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  constexpr int HEADS_WARP = (HEADS_BLOCK + 3) / 4;
+  constexpr int DT_AHEAD = 2;  // raw dt is loaded two chunks before its use: a chunk is shorter than the latency of device memory
+  float raw[DT_AHEAD][HEADS_WARP][2], a[HEADS_WARP], bias[HEADS_WARP];
+  bool valid[HEADS_WARP];
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const float from = __shfl_up_sync(0xffffffffu, before, step);
-        if (lane >= step) before += from;
-      }
-      before = __shfl_up_sync(0xffffffffu, before, 1);
-      if (lane == 0) before = 0.f;
-      const float2 g = make_float2(before + g0, before + g1);
-      float2* vectors = reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + (warp + i * 4) * (3 * CHUNK / 2) + lane;
-      vectors[0] = g;
-      vectors[CHUNK / 2] = make_float2(g.x - lg2_approx(dt[0]), g.y - lg2_approx(dt[1]));  // dt = 0: +inf, its weight exp2(-inf) = 0
-      const float last = __shfl_sync(0xffffffffu, g.y, 31);
-      const float w0 = dt[0] * ex2_approx(fminf(last - g.x, 0.f)), w1 = dt[1] * ex2_approx(fminf(last - g.y, 0.f));
-      if constexpr (X_DTYPE == 0) {
-        const Pair<X> high = pack<X>(w0, w1);
-        const float2 kept = unpack(high);
-        vectors[CHUNK] = make_float2(__uint_as_float(high.bits), __uint_as_float(pack<X>(w0 - kept.x, w1 - kept.y).bits));
+  for (int i = 0; i < HEADS_WARP; ++i) {
+    const int head = s.head0 + warp + i * 4;
+    valid[i] = warp + i * 4 < HEADS_BLOCK && head < s.head_end;
+    a[i] = valid[i] ? args.A[head] * LOG2_E : 0.f;
+    bias[i] = HAS_DT_BIAS && valid[i] ? args.dt_bias[head] : 0.f;
+  }
+  const Element<DT_DTYPE>* dt_next = static_cast<const Element<DT_DTYPE>*>(args.dt) + s.row * args.dt_strides.batch +
+                                     (s.first + 2 * lane) * args.dt_strides.token + (s.head0 + warp) * args.dt_strides.head;
+  int dt_tokens_left = s.tokens - 2 * lane;
+  const auto load_dt = [&](float (&to)[HEADS_WARP][2]) {  // of the chunk after the last call's
+#pragma unroll
+    for (int i = 0; i < HEADS_WARP; ++i)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        to[i][e] = valid[i] && e < dt_tokens_left ? to_float(dt_next[e * args.dt_strides.token + i * 4 * args.dt_strides.head]) : 0.f;
+    dt_next += CHUNK * args.dt_strides.token;
+    dt_tokens_left -= CHUNK;
+  };
+#pragma unroll
+  for (int i = 0; i < DT_AHEAD; ++i) load_dt(raw[i]);
+
+  CpAsyncCopier copier(args, s);
+  RingPosition at;
+  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
+  for (int chunk0 = 0; chunk0 < chunks; chunk0 += DT_AHEAD) {
+#pragma unroll
+    for (int ahead = 0; ahead < DT_AHEAD; ++ahead) {
+      const int chunk = chunk0 + ahead;
+      if (chunk >= chunks) break;
+      wait_barrier(barriers.empty(at.stage), at.parity ^ 1);
+      unsigned char* stage = ring + at.stage * STAGE_BYTES;
+      if constexpr (USE_TMA) {
+        if (threadIdx.x == 0) copy_stage_tma(maps, s, static_cast<int>(s.first) + chunk * CHUNK, smem_address(stage), barriers.full(at.stage));
       } else {
-        vectors[CHUNK] = make_float2(w0, w1);
+        copier.copy_stage(args, s, chunk, stage);
+        cp_async_mbarrier_arrive_noinc(barriers.full(at.stage));
       }
+#pragma unroll
+      for (int i = 0; i < HEADS_WARP; ++i)
+        if (warp + i * 4 < HEADS_BLOCK)
+          make_vectors(args, raw[ahead][i], a[i], bias[i], valid[i] ? s.tokens - chunk * CHUNK - 2 * lane : 0,
+                       reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + (warp + i * 4) * (3 * CHUNK / 2) + lane);
+      if constexpr (USE_TMA) {
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(barriers.full(at.stage));
+      } else {
+        mbarrier_arrive(barriers.full(at.stage));
+      }
+      at.advance();
+      load_dt(raw[ahead]);
     }
-    mbarrier_arrive(barriers.full(at.stage));
-    at.advance();
-    load_dt(raw[ahead]);
-   }
   }
 }
 
