@@ -116,7 +116,7 @@ mod tests {
     #[test]
     fn the_low_part_of_a_sum_counts() {
         // Two sums near -6000 that differ by 1e-4: float32 alone has steps of 5e-4 there.
-        let (a, b) = (Log2::of(-6000.000_123), Log2::of(-6000.000_023));
+        let (a, b) = (Log2::of(-6_000.000_123), Log2::of(-6_000.000_023));
         let got = f64::from(exp2(a.hi - b.hi, a.lo - b.lo));
         assert!((got - (-1e-4f64).exp2()).abs() < 1.2e-7);
     }

@@ -41,12 +41,16 @@ fn mix(mut v: u64) -> u64 {
 }
 
 /// `elems` values of `value(i)`, rounded to `dtype`, in parallel.
-pub(super) fn fill(dtype: Dtype, elems: usize, value: impl Fn(usize) -> f32 + Sync) -> Values {
+pub(super) fn fill(
+    dtype: Dtype,
+    elems: usize,
+    value: impl Fn(usize) -> f32 + Sync + Send,
+) -> Values {
     let each = (0..elems).into_par_iter().with_min_len(1 << 14);
     match dtype {
         Dtype::Bf16 => Values::Bf16(each.map(|i| bf16::from_f32(value(i))).collect()),
         Dtype::F16 => Values::F16(each.map(|i| f16::from_f32(value(i))).collect()),
-        Dtype::F32 => Values::F32(each.map(|i| value(i)).collect()),
+        Dtype::F32 => Values::F32(each.map(value).collect()),
     }
 }
 
