@@ -44,10 +44,10 @@ pub enum TunerError {
         /// What came.
         got: String,
     },
-    /// A shard `I/N` cannot be read, whether given or taken from the environment.
+    /// A shard `I/N` cannot be read.
     #[error("shard: {key}: expected {expected}, got {got:?}")]
     Shard {
-        /// Option or environment variable.
+        /// The option.
         key: String,
         /// What is accepted.
         expected: &'static str,

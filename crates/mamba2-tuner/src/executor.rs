@@ -19,7 +19,10 @@ pub trait Executor: Sync {
 
     /// What a result of `candidate` depends on beside the shape and the device: that of all its kernels.
     fn conditions(&self, candidate: &Candidate) -> Conditions {
-        let mut of_kernels = candidate.kernels().into_iter().map(|k| self.kernel_conditions(k.kernel()));
+        let mut of_kernels = candidate
+            .kernels()
+            .into_iter()
+            .map(|k| self.kernel_conditions(k.kernel()));
         let first = of_kernels.next().expect("a candidate should have a kernel");
         of_kernels.fold(first, |mut all, next| {
             all.template_digest.push('+');
@@ -179,6 +182,19 @@ pub enum FailureKind {
 }
 
 impl FailureKind {
+    /// Every kind.
+    pub const ALL: [FailureKind; 9] = [
+        FailureKind::Compile,
+        FailureKind::Spill,
+        FailureKind::Launch,
+        FailureKind::Wrong,
+        FailureKind::Unstable,
+        FailureKind::OutOfBounds,
+        FailureKind::Hang,
+        FailureKind::Crash,
+        FailureKind::OutOfMemory,
+    ];
+
     /// As in records and reports.
     pub fn name(self) -> &'static str {
         match self {

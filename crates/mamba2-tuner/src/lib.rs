@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod choose;
+mod db_sink;
 mod error;
 mod executor;
 pub mod fake;
@@ -30,6 +31,7 @@ mod target;
 pub mod worker;
 
 pub use choose::choose;
+pub use db_sink::{DbSink, record_of};
 pub use error::TunerError;
 pub use executor::{Check, Compiled, Conditions, Executor, Failure, FailureKind, Rounds, Verified};
 pub use job::run_job;

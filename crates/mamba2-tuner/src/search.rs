@@ -125,6 +125,7 @@ pub fn tune_space(
         summary,
         default,
         max_error: finals.errors.get(&candidate).copied().unwrap_or(0.0),
+        candidates: groups.iter().map(|g| g.entries.len()).sum(),
         rejected,
         quiet: default.unwrap_or(summary).relative_spread() <= policy.quiet_spread,
     };
@@ -404,19 +405,19 @@ impl Search<'_> {
                 .take(self.policy.refine_top)
                 .map(|e| e.candidate)
                 .collect();
-            let refined = |c: &Candidate| {
-                group.entries.iter().any(|e| {
-                    e.candidate == *c
-                        && matches!(
-                            &e.outcome,
-                            Outcome::Timed {
-                                stage: Stage::Refined | Stage::Final { .. },
-                                ..
-                            }
-                        )
-                })
+            // Once is enough: another go with the same candidates would only roll the dice again, and a resumed job would
+            // never come to rest.
+            let refined = |e: &Entry| {
+                matches!(
+                    &e.outcome,
+                    Outcome::Timed {
+                        stage: Stage::Refined | Stage::Final { .. },
+                        ..
+                    }
+                )
             };
-            if near.len() < 2 || near.iter().all(refined) {
+            let seen = group.entries.iter().all(|e| e.stored) && group.entries.iter().any(refined);
+            if near.len() < 2 || seen {
                 continue;
             }
             let rounds = Rounds {

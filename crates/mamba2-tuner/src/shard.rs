@@ -15,8 +15,6 @@ pub struct Shard {
 impl Shard {
     /// Everything.
     pub const ALL: Shard = Shard { index: 0, count: 1 };
-    /// Nothing: another process of this host does the work.
-    pub const NOTHING: Shard = Shard { index: 1, count: 0 };
 
     /// Share `index` of `count`; `key` names where the numbers are from.
     ///
@@ -35,7 +33,17 @@ impl Shard {
 
     /// True if this share holds entry `i` of the list.
     pub fn takes(&self, i: usize) -> bool {
-        self.count > 0 && i % self.count == self.index
+        i % self.count == self.index
+    }
+}
+
+/// The share that a job scheduler assigns, read from the environment by [`mamba2_tunedb::Environment::shard`].
+impl From<mamba2_tunedb::Shard> for Shard {
+    fn from(shard: mamba2_tunedb::Shard) -> Shard {
+        Shard {
+            index: shard.index as usize,
+            count: shard.count as usize,
+        }
     }
 }
 

@@ -107,6 +107,8 @@ pub struct Choice {
     pub default: Option<Summary>,
     /// Relative Frobenius error of its output against the float64 oracle.
     pub max_error: f64,
+    /// Candidates that were considered.
+    pub candidates: usize,
     /// Candidates that failed.
     pub rejected: usize,
     /// False if the default's own samples scattered so much that the machine was probably not quiet.

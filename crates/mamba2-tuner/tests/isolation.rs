@@ -16,7 +16,10 @@ fn target() -> Target {
 }
 
 fn rule(matches: &str, act: Act) -> Rule {
-    Rule { matches: matches.into(), act }
+    Rule {
+        matches: matches.into(),
+        act,
+    }
 }
 
 fn start(script: &Script, timeout: Duration) -> Result<RemoteExecutor, TunerError> {
@@ -31,26 +34,68 @@ fn start(script: &Script, timeout: Duration) -> Result<RemoteExecutor, TunerErro
 
 #[test]
 fn a_candidate_that_hangs_or_crashes_its_process_costs_itself_only() {
-    let rules =
-        vec![rule(HANGS, Act::Hang), rule(CRASHES, Act::Crash), rule(CRASHES_IN_MEASURE, Act::CrashInMeasure)];
-    let script = Script { rules, for_real: true, ..Script::default() };
+    let rules = vec![
+        rule(HANGS, Act::Hang),
+        rule(CRASHES, Act::Crash),
+        rule(CRASHES_IN_MEASURE, Act::CrashInMeasure),
+    ];
+    let script = Script {
+        rules,
+        for_real: true,
+        ..Script::default()
+    };
     let executor = start(&script, Duration::from_millis(400)).unwrap();
-    let report = tune_target(&target(), &executor, &MemorySink::default(), &Silent, &Policy::default()).unwrap();
+    let report = tune_target(
+        &target(),
+        &executor,
+        &MemorySink::default(),
+        &Silent,
+        &Policy::default(),
+    )
+    .unwrap();
     let failure = |kind: &str| report.failures.iter().find(|f| f.kind == kind).unwrap();
-    assert_eq!((failure("hang").count, failure("hang").candidate.as_str()), (1, HANGS));
+    assert_eq!(
+        (failure("hang").count, failure("hang").candidate.as_str()),
+        (1, HANGS)
+    );
     assert_eq!(failure("crash").count, 2);
-    assert!(failure("crash").reason.contains("signal"), "{}", failure("crash").reason);
+    assert!(
+        failure("crash").reason.contains("signal"),
+        "{}",
+        failure("crash").reason
+    );
     assert_eq!(report.counts.failed, 3);
-    assert!(report.counts.measured > 100, "everything else was measured: {:?}", report.counts);
+    assert!(
+        report.counts.measured > 100,
+        "everything else was measured: {:?}",
+        report.counts
+    );
 }
 
 #[test]
 fn the_choice_through_a_worker_is_the_choice_without_one() {
-    let script = Script { noise: 0.01, ..Script::default() };
+    let script = Script {
+        noise: 0.01,
+        ..Script::default()
+    };
     let remote = start(&script, Duration::from_secs(20)).unwrap();
-    let through = tune_target(&target(), &remote, &MemorySink::default(), &Silent, &Policy::default()).unwrap();
+    let through = tune_target(
+        &target(),
+        &remote,
+        &MemorySink::default(),
+        &Silent,
+        &Policy::default(),
+    )
+    .unwrap();
     let local = mamba2_tuner::fake::FakeExecutor::new(script);
-    let direct = tune_target(&target(), &local, &MemorySink::default(), &Silent, &Policy::default()).unwrap();
+    let direct = tune_target(
+        &target(),
+        &local,
+        &MemorySink::default(),
+        &Silent,
+        &Policy::default(),
+    )
+    .unwrap();
     assert_eq!(through.choice, direct.choice);
     assert_eq!(remote.device(), local.device());
 }
@@ -59,25 +104,42 @@ fn the_choice_through_a_worker_is_the_choice_without_one() {
 fn a_worker_that_cannot_start_is_an_error_with_its_own_words() {
     let mut script = Script::default();
     script.device.name = "refuses to start".into();
-    let error = start(&script, Duration::from_secs(5)).err().unwrap().to_string();
+    let error = start(&script, Duration::from_secs(5))
+        .err()
+        .unwrap()
+        .to_string();
     assert!(error.contains("scripted refusal"), "{error}");
 }
 
 #[test]
 fn a_missing_worker_binary_is_an_error() {
     let launch = |_role: &_| Command::new("/no/such/worker");
-    let error = RemoteExecutor::start(Box::new(launch), 0, None, Duration::from_secs(1)).err().unwrap();
+    let error = RemoteExecutor::start(Box::new(launch), 0, None, Duration::from_secs(1))
+        .err()
+        .unwrap();
     assert!(matches!(error, TunerError::Device(_)), "{error}");
 }
 
 #[test]
 fn a_dropped_executor_leaves_no_process_even_if_its_worker_hangs() {
-    let script = Script { rules: vec![rule("chunk_cumsum", Act::Hang)], for_real: true, ..Script::default() };
+    let script = Script {
+        rules: vec![rule("chunk_cumsum", Act::Hang)],
+        for_real: true,
+        ..Script::default()
+    };
     let executor = start(&script, Duration::from_millis(200)).unwrap();
     let started = Instant::now();
-    let candidate = mamba2_tuner::space::Space::of(&target(), executor.device(), None).unwrap().default;
-    let verified = executor.verify(&target(), &candidate, mamba2_tuner::Check::Twin).unwrap();
+    let candidate = mamba2_tuner::space::Space::of(&target(), executor.device(), None)
+        .unwrap()
+        .default;
+    let verified = executor
+        .verify(&target(), &candidate, mamba2_tuner::Check::Twin)
+        .unwrap();
     assert_eq!(verified.unwrap_err().kind, mamba2_tuner::FailureKind::Hang);
     drop(executor);
-    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    assert!(
+        started.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        started.elapsed()
+    );
 }

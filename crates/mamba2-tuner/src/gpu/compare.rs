@@ -9,7 +9,10 @@ const PIECE_BYTES: usize = 1 << 16;
 
 /// Dense elements as float64 (exact).
 pub fn decode(dense: &[u8], dtype: Dtype) -> Vec<f64> {
-    dense.chunks_exact(dtype.size_bytes()).map(|bytes| number(bytes, dtype)).collect()
+    dense
+        .chunks_exact(dtype.size_bytes())
+        .map(|bytes| number(bytes, dtype))
+        .collect()
 }
 
 fn number(bytes: &[u8], dtype: Dtype) -> f64 {
@@ -29,13 +32,20 @@ pub fn relative_frobenius(got: &[u8], want: &[u8], dtype: Dtype) -> f64 {
     }
     let piece = |(got, want): (&[u8], &[u8])| {
         let size = dtype.size_bytes();
-        got.chunks_exact(size).zip(want.chunks_exact(size)).fold((0.0f64, 0.0f64), |(error, norm), (g, w)| {
-            let (g, w) = (number(g, dtype), number(w, dtype));
-            (error + (g - w) * (g - w), norm + w * w)
-        })
+        got.chunks_exact(size).zip(want.chunks_exact(size)).fold(
+            (0.0f64, 0.0f64),
+            |(error, norm), (g, w)| {
+                let (g, w) = (number(g, dtype), number(w, dtype));
+                (error + (g - w) * (g - w), norm + w * w)
+            },
+        )
     };
     // Sums of fixed pieces in a fixed order: the same result whatever the number of threads.
-    let sums: Vec<(f64, f64)> = got.par_chunks(PIECE_BYTES).zip(want.par_chunks(PIECE_BYTES)).map(piece).collect();
+    let sums: Vec<(f64, f64)> = got
+        .par_chunks(PIECE_BYTES)
+        .zip(want.par_chunks(PIECE_BYTES))
+        .map(piece)
+        .collect();
     let (error, norm) = sums.iter().fold((0.0, 0.0), |a, b| (a.0 + b.0, a.1 + b.1));
     match (error, norm) {
         (error, norm) if !(error + norm).is_finite() => f64::INFINITY,
@@ -57,7 +67,10 @@ mod tests {
         let want = bytes(&[3.0, 4.0]);
         assert_eq!(relative_frobenius(&want, &want, Dtype::F32), 0.0);
         assert!((relative_frobenius(&bytes(&[3.0, 4.5]), &want, Dtype::F32) - 0.1).abs() < 1e-12);
-        assert_eq!(relative_frobenius(&bytes(&[3.0]), &want, Dtype::F32), f64::INFINITY);
+        assert_eq!(
+            relative_frobenius(&bytes(&[3.0]), &want, Dtype::F32),
+            f64::INFINITY
+        );
     }
 
     #[test]

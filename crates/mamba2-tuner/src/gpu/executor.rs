@@ -2,11 +2,14 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use mamba2_cuda::{Call, CudaError, Device, DeviceTensor, Jit, LoadedForward, LoadedStep, Stream, Timer, TimerPolicy};
+use mamba2_cuda::{
+    Call, CudaError, Device, DeviceTensor, Jit, LoadedForward, LoadedStep, Stream, Timer,
+    TimerPolicy,
+};
 use mamba2_reference::{Bounds, Pattern, generate, generate_step};
 use mamba2_spec::{
-    DeviceFacts, Dtype, ForwardInputs, ForwardOutputs, Kernel, KernelConfig, Problem, StepInputs, StepOutputs, StepProblem,
-    StrategyConfig,
+    DeviceFacts, Dtype, ForwardInputs, ForwardOutputs, Kernel, KernelConfig, Problem, StepInputs,
+    StepOutputs, StepProblem, StrategyConfig,
 };
 
 use super::compare::relative_frobenius;
@@ -15,7 +18,9 @@ use super::output::Scratch;
 use super::place::Placement;
 use super::trial::{ForwardTrial, Oracle, Run, StepTrial, failure_of};
 use super::twin;
-use crate::executor::{Check, Compiled, Conditions, Executor, Failure, FailureKind, Rounds, Verified};
+use crate::executor::{
+    Check, Compiled, Conditions, Executor, Failure, FailureKind, Rounds, Verified,
+};
 use crate::{Candidate, Target, TunerError};
 
 /// Inputs like those of a trained model: some heads forget at once, some remember across many chunks.
@@ -109,7 +114,10 @@ impl GpuExecutor {
     /// Starts anew for another shape. The old one's memory is free before the new one's is taken.
     fn switch(&self, prepared: &mut Prepared, target: &Target) {
         if prepared.target.as_ref() != Some(target) {
-            *prepared = Prepared { target: Some(target.clone()), ..Prepared::default() };
+            *prepared = Prepared {
+                target: Some(target.clone()),
+                ..Prepared::default()
+            };
         }
     }
 
@@ -118,7 +126,10 @@ impl GpuExecutor {
         if error.is_fatal() {
             return TunerError::Device(error.to_string());
         }
-        TunerError::Unfit { target: target.to_string(), reason: error.to_string() }
+        TunerError::Unfit {
+            target: target.to_string(),
+            reason: error.to_string(),
+        }
     }
 
     fn make_twin(&self, target: &Target) -> Result<Twin, CudaError> {
@@ -128,13 +139,19 @@ impl GpuExecutor {
                 let mut made = generate(&twin, SEED, PATTERN);
                 let oracle = Oracle::forward(&twin, &made);
                 made.poison_tail(&twin);
-                Twin::Forward(ForwardTrial::new(&self.device, &twin, &made, Placement::Exact)?, oracle)
+                Twin::Forward(
+                    ForwardTrial::new(&self.device, &twin, &made, Placement::Exact)?,
+                    oracle,
+                )
             }
             Target::Step(problem) => {
                 let twin = twin::of_step(problem);
                 let made = generate_step(&twin, SEED, PATTERN);
                 let oracle = Oracle::step(&twin, &made);
-                Twin::Step(StepTrial::new(&self.device, &twin, &made, Placement::Exact)?, oracle)
+                Twin::Step(
+                    StepTrial::new(&self.device, &twin, &made, Placement::Exact)?,
+                    oracle,
+                )
             }
         })
     }
@@ -143,11 +160,21 @@ impl GpuExecutor {
         Ok(match target {
             Target::Forward(problem) => {
                 let made = generate(problem, SEED, PATTERN);
-                Real::Forward(ForwardTrial::new(&self.device, problem, &made, Placement::Exact)?)
+                Real::Forward(ForwardTrial::new(
+                    &self.device,
+                    problem,
+                    &made,
+                    Placement::Exact,
+                )?)
             }
             Target::Step(problem) => {
                 let made = generate_step(problem, SEED, PATTERN);
-                Real::Step(StepTrial::new(&self.device, problem, &made, Placement::Exact)?)
+                Real::Step(StepTrial::new(
+                    &self.device,
+                    problem,
+                    &made,
+                    Placement::Exact,
+                )?)
             }
         })
     }
@@ -179,8 +206,15 @@ impl GpuExecutor {
             (Target::Forward(problem), Candidate::Strategy(within)) => {
                 self.load_forward(problem, within).map(Loaded::Forward)
             }
-            (Target::Step(problem), Candidate::Step(config)) => self.load_step(problem, config).map(Loaded::Step),
-            _ => return Err(Failure::new(FailureKind::Launch, "the candidate is for another kind of shape")),
+            (Target::Step(problem), Candidate::Step(config)) => {
+                self.load_step(problem, config).map(Loaded::Step)
+            }
+            _ => {
+                return Err(Failure::new(
+                    FailureKind::Launch,
+                    "the candidate is for another kind of shape",
+                ));
+            }
         };
         let loaded = loaded.map_err(|e| self.failure(&e))?;
         let local = match &loaded {
@@ -188,12 +222,19 @@ impl GpuExecutor {
             Loaded::Step(step) => step.report().local_bytes,
         };
         if local > 0 {
-            return Err(Failure::new(FailureKind::Spill, format!("{local} bytes of local memory a thread")));
+            return Err(Failure::new(
+                FailureKind::Spill,
+                format!("{local} bytes of local memory a thread"),
+            ));
         }
         Ok(loaded)
     }
 
-    fn load_forward(&self, problem: &Problem, config: &StrategyConfig) -> Result<LoadedForward, CudaError> {
+    fn load_forward(
+        &self,
+        problem: &Problem,
+        config: &StrategyConfig,
+    ) -> Result<LoadedForward, CudaError> {
         LoadedForward::load(&self.device, &self.jit, problem, config)
     }
 
@@ -206,7 +247,11 @@ impl GpuExecutor {
     }
 
     /// Workspace of at least `bytes`, kept for the next candidate.
-    fn scratch<'a>(&self, slot: &'a mut Option<Scratch>, bytes: usize) -> Result<&'a Scratch, CudaError> {
+    fn scratch<'a>(
+        &self,
+        slot: &'a mut Option<Scratch>,
+        bytes: usize,
+    ) -> Result<&'a Scratch, CudaError> {
         if slot.as_ref().is_none_or(|s| s.bytes() < bytes) {
             *slot = None;
             *slot = Some(Scratch::new(&self.device, bytes)?);
@@ -214,13 +259,24 @@ impl GpuExecutor {
         Ok(slot.as_ref().expect("a scratch was just made"))
     }
 
-    fn verify_twin(&self, prepared: &mut Prepared, candidate: &Candidate) -> Result<Verified, Failure> {
-        let Prepared { twin, scratch, loaded: kept, .. } = prepared;
+    fn verify_twin(
+        &self,
+        prepared: &mut Prepared,
+        candidate: &Candidate,
+    ) -> Result<Verified, Failure> {
+        let Prepared {
+            twin,
+            scratch,
+            loaded: kept,
+            ..
+        } = prepared;
         match twin.as_ref().expect("the twin should be prepared") {
             Twin::Forward(trial, oracle) => {
                 let twin = Target::Forward(trial.problem.clone());
                 let loaded = self.load(kept, true, &twin, candidate)?;
-                let Loaded::Forward(loaded) = &*loaded else { return Err(mismatch()) };
+                let Loaded::Forward(loaded) = &*loaded else {
+                    return Err(mismatch());
+                };
                 let bytes = loaded.plan().workspace.total_bytes;
                 let scratch = self.scratch(scratch, bytes).map_err(|e| self.failure(&e))?;
                 oracle.check(&trial.run_twice(loaded, &self.stream, scratch)?)
@@ -228,16 +284,31 @@ impl GpuExecutor {
             Twin::Step(trial, oracle) => {
                 let twin = Target::Step(trial.problem.clone());
                 let loaded = self.load(kept, true, &twin, candidate)?;
-                let Loaded::Step(loaded) = &*loaded else { return Err(mismatch()) };
+                let Loaded::Step(loaded) = &*loaded else {
+                    return Err(mismatch());
+                };
                 oracle.check(&trial.run_twice(loaded, &self.stream)?)
             }
         }
     }
 
-    fn run_real(&self, prepared: &mut Prepared, target: &Target, candidate: &Candidate) -> Result<Run, Failure> {
-        let Prepared { real, scratch, loaded: kept, .. } = prepared;
+    fn run_real(
+        &self,
+        prepared: &mut Prepared,
+        target: &Target,
+        candidate: &Candidate,
+    ) -> Result<Run, Failure> {
+        let Prepared {
+            real,
+            scratch,
+            loaded: kept,
+            ..
+        } = prepared;
         let loaded = self.load(kept, false, target, candidate)?;
-        match (real.as_ref().expect("the shape should be prepared"), &*loaded) {
+        match (
+            real.as_ref().expect("the shape should be prepared"),
+            &*loaded,
+        ) {
             (Real::Forward(trial), Loaded::Forward(loaded)) => {
                 let bytes = loaded.plan().workspace.total_bytes;
                 let scratch = self.scratch(scratch, bytes).map_err(|e| self.failure(&e))?;
@@ -255,7 +326,11 @@ impl GpuExecutor {
         candidate: &Candidate,
         against: &Candidate,
     ) -> Result<Verified, Failure> {
-        if prepared.standard.as_ref().is_none_or(|(standard, _)| standard != against) {
+        if prepared
+            .standard
+            .as_ref()
+            .is_none_or(|(standard, _)| standard != against)
+        {
             let run = self.run_real(prepared, target, against)?;
             prepared.standard = Some((*against, run));
         }
@@ -263,7 +338,10 @@ impl GpuExecutor {
             return Ok(Verified::default());
         }
         let run = self.run_real(prepared, target, candidate)?;
-        let (_, standard) = prepared.standard.as_ref().expect("the standard was just made");
+        let (_, standard) = prepared
+            .standard
+            .as_ref()
+            .expect("the standard was just made");
         compare_runs(target, &run, standard)
     }
 
@@ -275,7 +353,12 @@ impl GpuExecutor {
         loaded: &[Arc<Loaded>],
         samples: usize,
     ) -> Result<Vec<Vec<f64>>, CudaError> {
-        let policy = TimerPolicy { warmup: 1, samples, calls_per_replay: 1, cold: true };
+        let policy = TimerPolicy {
+            warmup: 1,
+            samples,
+            calls_per_replay: 1,
+            cold: true,
+        };
         let Prepared { real, scratch, .. } = prepared;
         let bytes = loaded.iter().map(|l| workspace_bytes(l)).max().unwrap_or(0);
         let scratch = self.scratch(scratch, bytes)?;
@@ -284,21 +367,35 @@ impl GpuExecutor {
             Real::Step(trial) => Tensors::Step(trial.call()),
         };
         // Kernels timed alone find what the kernels before them leave.
-        if let (Tensors::Forward((inputs, outputs)), Some(Loaded::Forward(first))) = (&call, loaded.first().map(|l| &**l)) {
+        if let (Tensors::Forward((inputs, outputs)), Some(Loaded::Forward(first))) =
+            (&call, loaded.first().map(|l| &**l))
+        {
             first.enqueue(&self.stream, inputs, outputs, scratch.buffer())?;
             self.stream.synchronize()?;
         }
-        let mut calls: Vec<Box<Call<'_>>> =
-            candidates.iter().zip(loaded).map(|(candidate, loaded)| timed_call(candidate, loaded, &call, scratch)).collect();
-        let mut borrowed: Vec<&mut Call<'_>> = calls.iter_mut().map(|c| &mut **c as &mut Call<'_>).collect();
-        let timer = self.timer.lock().expect("no holder of this lock should panic");
+        let mut calls: Vec<Box<Call<'_>>> = candidates
+            .iter()
+            .zip(loaded)
+            .map(|(candidate, loaded)| timed_call(candidate, loaded, &call, scratch))
+            .collect();
+        let mut borrowed: Vec<&mut Call<'_>> = calls
+            .iter_mut()
+            .map(|c| &mut **c as &mut Call<'_>)
+            .collect();
+        let timer = self
+            .timer
+            .lock()
+            .expect("no holder of this lock should panic");
         let all = timer.compare(policy, &mut borrowed)?;
         Ok(all.into_iter().map(|s| s.us).collect())
     }
 }
 
 fn mismatch() -> Failure {
-    Failure::new(FailureKind::Launch, "the candidate is for another kind of shape")
+    Failure::new(
+        FailureKind::Launch,
+        "the candidate is for another kind of shape",
+    )
 }
 
 fn workspace_bytes(loaded: &Loaded) -> usize {
@@ -309,21 +406,34 @@ fn workspace_bytes(loaded: &Loaded) -> usize {
 }
 
 enum Tensors<'a> {
-    Forward((&'a ForwardInputs<DeviceTensor>, ForwardOutputs<DeviceTensor>)),
+    Forward(
+        (
+            &'a ForwardInputs<DeviceTensor>,
+            ForwardOutputs<DeviceTensor>,
+        ),
+    ),
     Step((&'a StepInputs<DeviceTensor>, StepOutputs<DeviceTensor>)),
 }
 
-fn timed_call<'a>(candidate: &Candidate, loaded: &'a Loaded, tensors: &'a Tensors<'a>, scratch: &'a Scratch) -> Box<Call<'a>> {
+fn timed_call<'a>(
+    candidate: &Candidate,
+    loaded: &'a Loaded,
+    tensors: &'a Tensors<'a>,
+    scratch: &'a Scratch,
+) -> Box<Call<'a>> {
     match (loaded, tensors) {
         (Loaded::Forward(loaded), Tensors::Forward((inputs, outputs))) => {
             let alone = match candidate {
-                Candidate::Kernel { kernel, within } => {
-                    within.kernels().iter().position(|k: &KernelConfig| k.kernel() == *kernel)
-                }
+                Candidate::Kernel { kernel, within } => within
+                    .kernels()
+                    .iter()
+                    .position(|k: &KernelConfig| k.kernel() == *kernel),
                 _ => None,
             };
             Box::new(move |stream: &Stream, _| match alone {
-                Some(index) => loaded.enqueue_kernel(index, stream, inputs, outputs, scratch.buffer()),
+                Some(index) => {
+                    loaded.enqueue_kernel(index, stream, inputs, outputs, scratch.buffer())
+                }
                 None => loaded.enqueue(stream, inputs, outputs, scratch.buffer()),
             })
         }
@@ -331,7 +441,10 @@ fn timed_call<'a>(candidate: &Candidate, loaded: &'a Loaded, tensors: &'a Tensor
             Box::new(move |stream: &Stream, _| loaded.enqueue(stream, inputs, outputs))
         }
         _ => Box::new(|_: &Stream, _| {
-            Err(CudaError::Timer { expected: "a candidate for the kind of shape in hand", got: "another".into() })
+            Err(CudaError::Timer {
+                expected: "a candidate for the kind of shape in hand",
+                got: "another".into(),
+            })
         }),
     }
 }
@@ -346,13 +459,19 @@ fn compare_runs(target: &Target, run: &Run, standard: &Run) -> Result<Verified, 
     let out_error = relative_frobenius(&run.out[..used], &standard.out[..used], dtype);
     let states_error = relative_frobenius(&run.states, &standard.states, states_dtype);
     let mut faults = Vec::new();
-    for (name, error, bound) in [("out", out_error, 2.0 * bounds.out), ("states", states_error, 2.0 * bounds.states)] {
+    for (name, error, bound) in [
+        ("out", out_error, 2.0 * bounds.out),
+        ("states", states_error, 2.0 * bounds.states),
+    ] {
         if error > bound {
             faults.push(format!("{name}: expected at most {bound:.1e} from the standard config on the shape itself, got {error:.1e}"));
         }
     }
     if faults.is_empty() {
-        return Ok(Verified { out_error, states_error });
+        return Ok(Verified {
+            out_error,
+            states_error,
+        });
     }
     Err(Failure::new(FailureKind::Wrong, faults.join("; ")))
 }
@@ -362,7 +481,9 @@ fn used_bytes(target: &Target, all: usize) -> usize {
     match target {
         Target::Forward(p) if p.packed.is_some() => {
             let cu = mamba2_reference::default_cu_seqlens(p.seqlen, p.sequences(), SEED);
-            cu.last().map_or(0, |last| *last as usize * p.nheads * p.headdim * p.dtype.size_bytes())
+            cu.last().map_or(0, |last| {
+                *last as usize * p.nheads * p.headdim * p.dtype.size_bytes()
+            })
         }
         _ => all,
     }
@@ -371,7 +492,10 @@ fn used_bytes(target: &Target, all: usize) -> usize {
 /// What candidates must share so that one's intermediate results serve the other as input.
 fn intermediate(candidate: &Candidate) -> Option<(u32, u32)> {
     match candidate {
-        Candidate::Kernel { within: StrategyConfig::ThreeKernel(c), .. } => Some((c.chunk_cumsum.chunk_size, c.chunk_cumsum.layout)),
+        Candidate::Kernel {
+            within: StrategyConfig::ThreeKernel(c),
+            ..
+        } => Some((c.chunk_cumsum.chunk_size, c.chunk_cumsum.layout)),
         _ => None,
     }
 }
@@ -393,12 +517,24 @@ impl Executor for GpuExecutor {
         Some(self.memory_bytes)
     }
 
-    fn compile(&self, target: &Target, candidates: &[Candidate]) -> Result<Vec<Result<Compiled, Failure>>, TunerError> {
-        Ok(compile_all(&self.jit, self.device.facts(), target, candidates))
+    fn compile(
+        &self,
+        target: &Target,
+        candidates: &[Candidate],
+    ) -> Result<Vec<Result<Compiled, Failure>>, TunerError> {
+        Ok(compile_all(
+            &self.jit,
+            self.device.facts(),
+            target,
+            candidates,
+        ))
     }
 
     fn prepare(&self, target: &Target) -> Result<(), TunerError> {
-        let mut prepared = self.prepared.lock().expect("no holder of this lock should panic");
+        let mut prepared = self
+            .prepared
+            .lock()
+            .expect("no holder of this lock should panic");
         self.switch(&mut prepared, target);
         if prepared.twin.is_none() {
             prepared.twin = Some(self.make_twin(target).map_err(|e| self.unfit(target, &e))?);
@@ -409,12 +545,22 @@ impl Executor for GpuExecutor {
         Ok(())
     }
 
-    fn verify(&self, target: &Target, candidate: &Candidate, check: Check) -> Result<Result<Verified, Failure>, TunerError> {
+    fn verify(
+        &self,
+        target: &Target,
+        candidate: &Candidate,
+        check: Check,
+    ) -> Result<Result<Verified, Failure>, TunerError> {
         self.prepare(target)?;
-        let mut prepared = self.prepared.lock().expect("no holder of this lock should panic");
+        let mut prepared = self
+            .prepared
+            .lock()
+            .expect("no holder of this lock should panic");
         let verified = match check {
             Check::Twin => self.verify_twin(&mut prepared, candidate),
-            Check::RealShape { against } => self.verify_real(&mut prepared, target, candidate, &against),
+            Check::RealShape { against } => {
+                self.verify_real(&mut prepared, target, candidate, &against)
+            }
         };
         if let Err(failure) = &verified {
             self.note(failure);
@@ -429,16 +575,24 @@ impl Executor for GpuExecutor {
         rounds: Rounds,
     ) -> Result<Vec<Result<Vec<f64>, Failure>>, TunerError> {
         self.prepare(target)?;
-        let mut prepared = self.prepared.lock().expect("no holder of this lock should panic");
+        let mut prepared = self
+            .prepared
+            .lock()
+            .expect("no holder of this lock should panic");
         let samples = (rounds.rounds * rounds.samples) as usize;
-        let mut results: Vec<Option<Result<Vec<f64>, Failure>>> = candidates.iter().map(|_| None).collect();
+        let mut results: Vec<Option<Result<Vec<f64>, Failure>>> =
+            candidates.iter().map(|_| None).collect();
         let mut kinds: Vec<Option<(u32, u32)>> = candidates.iter().map(intermediate).collect();
         kinds.sort_unstable();
         kinds.dedup();
         for kind in kinds {
             let mut members = Vec::new();
             let mut loaded = Vec::new();
-            for (i, candidate) in candidates.iter().enumerate().filter(|(_, c)| intermediate(c) == kind) {
+            for (i, candidate) in candidates
+                .iter()
+                .enumerate()
+                .filter(|(_, c)| intermediate(c) == kind)
+            {
                 match self.load(&mut prepared.loaded, false, target, candidate) {
                     Ok(one) => {
                         members.push(i);
@@ -452,7 +606,10 @@ impl Executor for GpuExecutor {
                 continue;
             }
             match self.measure_alike(&mut prepared, &chosen, &loaded, samples) {
-                Ok(times) => members.iter().zip(times).for_each(|(i, us)| results[*i] = Some(Ok(us))),
+                Ok(times) => members
+                    .iter()
+                    .zip(times)
+                    .for_each(|(i, us)| results[*i] = Some(Ok(us))),
                 // Whoever is at fault is found one by one: here, or in a new process if the context is gone.
                 Err(error) if members.len() > 1 && error.is_fatal() => {
                     self.note(&failure_of(&error));
@@ -460,13 +617,21 @@ impl Executor for GpuExecutor {
                 }
                 Err(_) if members.len() > 1 => {
                     for (i, one) in members.iter().zip(loaded) {
-                        let alone = self.measure_alike(&mut prepared, &[&candidates[*i]], &[one], samples);
-                        results[*i] = Some(alone.map(|mut us| us.swap_remove(0)).map_err(|e| self.failure(&e)));
+                        let alone =
+                            self.measure_alike(&mut prepared, &[&candidates[*i]], &[one], samples);
+                        results[*i] = Some(
+                            alone
+                                .map(|mut us| us.swap_remove(0))
+                                .map_err(|e| self.failure(&e)),
+                        );
                     }
                 }
                 Err(error) => results[members[0]] = Some(Err(self.failure(&error))),
             }
         }
-        Ok(results.into_iter().map(|r| r.expect("every candidate should have an answer")).collect())
+        Ok(results
+            .into_iter()
+            .map(|r| r.expect("every candidate should have an answer"))
+            .collect())
     }
 }

@@ -22,7 +22,9 @@ pub fn for_each_run(meta: &TensorMeta, mut f: impl FnMut(usize, usize)) {
     loop {
         let at: usize = index.iter().zip(strides).map(|(i, s)| i * s).sum();
         f(at * elem, shape[inner] * elem);
-        let Some(axis) = (0..inner).rev().find(|a| index[*a] + 1 < shape[*a]) else { return };
+        let Some(axis) = (0..inner).rev().find(|a| index[*a] + 1 < shape[*a]) else {
+            return;
+        };
         index[axis] += 1;
         index[axis + 1..].fill(0);
     }
@@ -37,7 +39,8 @@ pub fn span_bytes(meta: &TensorMeta) -> usize {
 pub fn scatter(image: &mut [u8], offset_bytes: usize, meta: &TensorMeta, dense: &[u8]) {
     let mut from = 0;
     for_each_run(meta, |at, bytes| {
-        image[offset_bytes + at..offset_bytes + at + bytes].copy_from_slice(&dense[from..from + bytes]);
+        image[offset_bytes + at..offset_bytes + at + bytes]
+            .copy_from_slice(&dense[from..from + bytes]);
         from += bytes;
     });
 }
@@ -45,7 +48,9 @@ pub fn scatter(image: &mut [u8], offset_bytes: usize, meta: &TensorMeta, dense: 
 /// Takes the elements of the view at `offset_bytes` out of `image`, dense and row-major.
 pub fn gather(image: &[u8], offset_bytes: usize, meta: &TensorMeta) -> Vec<u8> {
     let mut dense = Vec::with_capacity(meta.elems() * elem_bytes(meta));
-    for_each_run(meta, |at, bytes| dense.extend_from_slice(&image[offset_bytes + at..offset_bytes + at + bytes]));
+    for_each_run(meta, |at, bytes| {
+        dense.extend_from_slice(&image[offset_bytes + at..offset_bytes + at + bytes])
+    });
     dense
 }
 
@@ -73,7 +78,10 @@ mod tests {
         let mut image = vec![0xEE; 6 + span_bytes(&meta)];
         scatter(&mut image, 6, &meta, &dense);
         assert_eq!(gather(&image, 6, &meta), dense);
-        assert_eq!(image.iter().filter(|b| **b == 0xEE).count(), image.len() - 60);
+        assert_eq!(
+            image.iter().filter(|b| **b == 0xEE).count(),
+            image.len() - 60
+        );
     }
 
     #[test]
@@ -83,6 +91,8 @@ mod tests {
         let mut runs = Vec::new();
         for_each_run(&meta, |at, bytes| runs.push((at, bytes)));
         assert_eq!(runs, [(0, 256)]);
-        for_each_run(&padded(Some(Dtype::F32), &[4, 0, 8], 4, 1), |_, _| panic!("nothing to visit"));
+        for_each_run(&padded(Some(Dtype::F32), &[4, 0, 8], 4, 1), |_, _| {
+            panic!("nothing to visit")
+        });
     }
 }

@@ -33,7 +33,12 @@ impl Output {
     ///
     /// # Errors
     /// [`CudaError`], also for lack of memory.
-    pub fn poisoned(device: &Device, name: &'static str, meta: TensorMeta, lead_elems: usize) -> Result<Output, CudaError> {
+    pub fn poisoned(
+        device: &Device,
+        name: &'static str,
+        meta: TensorMeta,
+        lead_elems: usize,
+    ) -> Result<Output, CudaError> {
         Output::make(device, name, meta, lead_elems, None)
     }
 
@@ -62,11 +67,20 @@ impl Output {
         let mut image = vec![CANARY; offset_bytes + span_bytes(&meta) + GUARD_BYTES];
         match dense {
             Some(dense) => scatter(&mut image, offset_bytes, &meta, dense),
-            None => for_each_run(&meta, |at, bytes| image[offset_bytes + at..offset_bytes + at + bytes].fill(POISON)),
+            None => for_each_run(&meta, |at, bytes| {
+                image[offset_bytes + at..offset_bytes + at + bytes].fill(POISON)
+            }),
         }
         let buffer = device.alloc(image.len())?;
         let view = DeviceTensor::new(&buffer, offset_bytes, meta)?;
-        let output = Output { name, buffer, image, offset_bytes, view, meta };
+        let output = Output {
+            name,
+            buffer,
+            image,
+            offset_bytes,
+            view,
+            meta,
+        };
         output.reset()?;
         Ok(output)
     }
@@ -91,7 +105,10 @@ impl Output {
     pub fn read(&self) -> Result<Written, CudaError> {
         let mut now = vec![0u8; self.image.len()];
         self.buffer.read(0, &mut now)?;
-        Ok(Written { dense: gather(&now, self.offset_bytes, &self.meta), outside: self.outside(now) })
+        Ok(Written {
+            dense: gather(&now, self.offset_bytes, &self.meta),
+            outside: self.outside(now),
+        })
     }
 
     /// The first byte that is no element and changed.
@@ -106,7 +123,11 @@ impl Output {
         }
         let at = now.iter().zip(&self.image).position(|(a, b)| a != b)?;
         let relative = at as i64 - self.offset_bytes as i64;
-        Some(format!("{}: byte {relative} of {} was written", self.name, span_bytes(&self.meta)))
+        Some(format!(
+            "{}: byte {relative} of {} was written",
+            self.name,
+            span_bytes(&self.meta)
+        ))
     }
 }
 
@@ -122,7 +143,10 @@ impl Scratch {
     /// # Errors
     /// [`CudaError`], also for lack of memory.
     pub fn new(device: &Device, bytes: usize) -> Result<Scratch, CudaError> {
-        Ok(Scratch { buffer: device.alloc(bytes + GUARD_BYTES)?, bytes })
+        Ok(Scratch {
+            buffer: device.alloc(bytes + GUARD_BYTES)?,
+            bytes,
+        })
     }
 
     /// Its size without the guard.

@@ -2,7 +2,9 @@
 
 use mamba2_cuda::{CudaError, Device, DeviceTensor};
 use mamba2_reference::{Generated, GeneratedStep, Values};
-use mamba2_spec::{Alignment, DKind, Dtype, ForwardInputs, Problem, StepInputs, StepProblem, TensorMeta};
+use mamba2_spec::{
+    Alignment, DKind, Dtype, ForwardInputs, Problem, StepInputs, StepProblem, TensorMeta,
+};
 
 use super::layout::{elem_bytes, padded, scatter, span_bytes};
 use super::output::POISON;
@@ -45,19 +47,29 @@ fn align_elems(alignment: Alignment, dtype: Dtype) -> usize {
 pub fn out_meta(problem: &Problem, placement: Placement) -> TensorMeta {
     let p = problem;
     let shape = [p.batch, p.seqlen, p.nheads, p.headdim];
-    token_meta(p.dtype, &shape, align_elems(p.alignment, p.dtype), placement.gap())
+    token_meta(
+        p.dtype,
+        &shape,
+        align_elems(p.alignment, p.dtype),
+        placement.gap(),
+    )
 }
 
 /// View of `final_states` for a placement, if they are wanted.
 pub fn final_meta(problem: &Problem, placement: Placement) -> Option<TensorMeta> {
     let p = problem;
     let shape = [p.sequences(), p.nheads, p.headdim, p.dstate];
-    p.final_states.map(|dtype| padded(Some(dtype), &shape, 1, placement.gap()))
+    p.final_states
+        .map(|dtype| padded(Some(dtype), &shape, 1, placement.gap()))
 }
 
 /// `[batch, seqlen, heads, inner]` with a gap after each token.
 fn token_meta(dtype: Dtype, shape: &[usize; 4], align: usize, gap: usize) -> TensorMeta {
-    let head = if shape[2] > 1 { shape[3].next_multiple_of(align) } else { shape[3] };
+    let head = if shape[2] > 1 {
+        shape[3].next_multiple_of(align)
+    } else {
+        shape[3]
+    };
     let token = (head * (shape[2].max(1) - 1) + shape[3] + gap).next_multiple_of(align);
     TensorMeta::strided(Some(dtype), shape, &[shape[1] * token, token, head, 1])
 }
@@ -76,20 +88,55 @@ pub fn forward(
     let tokens = [p.batch, p.seqlen, p.nheads, p.headdim];
     let groups = [p.batch, p.seqlen, p.ngroups, p.dstate];
     let steps = [p.batch, p.seqlen, p.nheads];
-    let projection = Projection { device, align: align_elems(p.alignment, p.dtype), placement, dtype: p.dtype };
-    let placed = projection.place(&[tokens, groups], [made.z.as_ref(), Some(&made.x), Some(&made.b), Some(&made.c)], &steps, &made.dt)?;
+    let projection = Projection {
+        device,
+        align: align_elems(p.alignment, p.dtype),
+        placement,
+        dtype: p.dtype,
+    };
+    let placed = projection.place(
+        &[tokens, groups],
+        [made.z.as_ref(), Some(&made.x), Some(&made.b), Some(&made.c)],
+        &steps,
+        &made.dt,
+    )?;
     let [z, x, b, c, dt] = placed;
-    let floats = |values: &Values| upload(device, values, &TensorMeta::contiguous(Some(Dtype::F32), &[p.nheads]), 0);
+    let floats = |values: &Values| {
+        upload(
+            device,
+            values,
+            &TensorMeta::contiguous(Some(Dtype::F32), &[p.nheads]),
+            0,
+        )
+    };
     let states = [p.sequences(), p.nheads, p.headdim, p.dstate];
-    let initial = |values: &Values| upload(device, values, &padded(values.dtype(), &states, 1, placement.gap()), placement.lead_elems());
-    let offsets = |cu: &Vec<i32>| upload(device, &Values::I32(cu.clone()), &TensorMeta::contiguous(None, &[cu.len()]), 0);
+    let initial = |values: &Values| {
+        upload(
+            device,
+            values,
+            &padded(values.dtype(), &states, 1, placement.gap()),
+            placement.lead_elems(),
+        )
+    };
+    let offsets = |cu: &Vec<i32>| {
+        upload(
+            device,
+            &Values::I32(cu.clone()),
+            &TensorMeta::contiguous(None, &[cu.len()]),
+            0,
+        )
+    };
     Ok(ForwardInputs {
         x: x.expect("x is always placed"),
         dt: dt.expect("dt is always placed"),
         a: floats(&made.a)?,
         b: b.expect("B is always placed"),
         c: c.expect("C is always placed"),
-        d: made.d.as_ref().map(|d| upload(device, d, &d_meta(p.d, p.nheads, p.headdim, placement), 0)).transpose()?,
+        d: made
+            .d
+            .as_ref()
+            .map(|d| upload(device, d, &d_meta(p.d, p.nheads, p.headdim, placement), 0))
+            .transpose()?,
         z,
         dt_bias: made.dt_bias.as_ref().map(floats).transpose()?,
         initial_states: made.initial_states.as_ref().map(initial).transpose()?,
@@ -100,8 +147,18 @@ pub fn forward(
 /// Views of `out` and of the state cache of a decode step.
 pub fn step_metas(problem: &StepProblem, placement: Placement) -> (TensorMeta, TensorMeta) {
     let p = problem;
-    let out = token_meta(p.dtype, &[p.batch, p.tokens, p.nheads, p.headdim], 1, placement.gap());
-    let state = padded(Some(p.state_dtype), &[p.slots, p.nheads, p.headdim, p.dstate], 1, placement.gap());
+    let out = token_meta(
+        p.dtype,
+        &[p.batch, p.tokens, p.nheads, p.headdim],
+        1,
+        placement.gap(),
+    );
+    let state = padded(
+        Some(p.state_dtype),
+        &[p.slots, p.nheads, p.headdim, p.dstate],
+        1,
+        placement.gap(),
+    );
     (out, state)
 }
 
@@ -119,18 +176,46 @@ pub fn step(
     let tokens = [p.batch, p.tokens, p.nheads, p.headdim];
     let groups = [p.batch, p.tokens, p.ngroups, p.dstate];
     let steps = [p.batch, p.tokens, p.nheads];
-    let projection = Projection { device, align: 1, placement, dtype: p.dtype };
-    let placed = projection.place(&[tokens, groups], [made.z.as_ref(), Some(&made.x), Some(&made.b), Some(&made.c)], &steps, &made.dt)?;
+    let projection = Projection {
+        device,
+        align: 1,
+        placement,
+        dtype: p.dtype,
+    };
+    let placed = projection.place(
+        &[tokens, groups],
+        [made.z.as_ref(), Some(&made.x), Some(&made.b), Some(&made.c)],
+        &steps,
+        &made.dt,
+    )?;
     let [z, x, b, c, dt] = placed;
-    let floats = |values: &Values| upload(device, values, &TensorMeta::contiguous(Some(Dtype::F32), &[p.nheads]), 0);
-    let indices = |i: &Vec<i32>| upload(device, &Values::I32(i.clone()), &TensorMeta::contiguous(None, &[i.len()]), 0);
+    let floats = |values: &Values| {
+        upload(
+            device,
+            values,
+            &TensorMeta::contiguous(Some(Dtype::F32), &[p.nheads]),
+            0,
+        )
+    };
+    let indices = |i: &Vec<i32>| {
+        upload(
+            device,
+            &Values::I32(i.clone()),
+            &TensorMeta::contiguous(None, &[i.len()]),
+            0,
+        )
+    };
     Ok(StepInputs {
         x: x.expect("x is always placed"),
         dt: dt.expect("dt is always placed"),
         a: floats(&made.a)?,
         b: b.expect("B is always placed"),
         c: c.expect("C is always placed"),
-        d: made.d.as_ref().map(|d| upload(device, d, &d_meta(p.d, p.nheads, p.headdim, placement), 0)).transpose()?,
+        d: made
+            .d
+            .as_ref()
+            .map(|d| upload(device, d, &d_meta(p.d, p.nheads, p.headdim, placement), 0))
+            .transpose()?,
         z,
         dt_bias: made.dt_bias.as_ref().map(floats).transpose()?,
         state_batch_indices: made.state_batch_indices.as_ref().map(indices).transpose()?,
@@ -156,15 +241,29 @@ struct Projection<'a> {
 
 impl Projection<'_> {
     /// `shapes`: of z and x, and of B and C.
-    fn place(&self, shapes: &[[usize; 4]; 2], four: [Option<&Values>; 4], dt_shape: &[usize; 3], dt: &Values) -> Result<Placed, CudaError> {
+    fn place(
+        &self,
+        shapes: &[[usize; 4]; 2],
+        four: [Option<&Values>; 4],
+        dt_shape: &[usize; 3],
+        dt: &Values,
+    ) -> Result<Placed, CudaError> {
         let shape_of = |i: usize| shapes[usize::from(i >= 2)];
         if self.placement == Placement::Exact {
             let place = |i: usize| {
                 let meta = token_meta(self.dtype, &shape_of(i), self.align, 0);
-                four[i].map(|values| upload(self.device, values, &meta, 0)).transpose()
+                four[i]
+                    .map(|values| upload(self.device, values, &meta, 0))
+                    .transpose()
             };
             let dt_meta = TensorMeta::contiguous(dt.dtype(), dt_shape);
-            return Ok([place(0)?, place(1)?, place(2)?, place(3)?, Some(upload(self.device, dt, &dt_meta, 0)?)]);
+            return Ok([
+                place(0)?,
+                place(1)?,
+                place(2)?,
+                place(3)?,
+                Some(upload(self.device, dt, &dt_meta, 0)?),
+            ]);
         }
         self.fused(shape_of, four, dt_shape, dt)
     }
@@ -187,21 +286,37 @@ impl Projection<'_> {
                 _ => {
                     let [_, _, heads, inner] = shape_of(i);
                     // Heads are next to each other: strides of a slice of a projection.
-                    if heads > 1 { heads * inner.next_multiple_of(self.align) } else { inner }
+                    if heads > 1 {
+                        heads * inner.next_multiple_of(self.align)
+                    } else {
+                        inner
+                    }
                 }
             };
             *start = row;
             row = (row + width).next_multiple_of(self.align);
         }
-        row += if self.placement == Placement::FusedOdd { usize::from(row.is_multiple_of(2)) } else { 0 };
+        row += if self.placement == Placement::FusedOdd {
+            usize::from(row.is_multiple_of(2))
+        } else {
+            0
+        };
         let [batch, seqlen, ..] = shape_of(1);
         let elem = self.dtype.size_bytes();
         let lead = self.placement.lead_elems();
         let mut image = vec![POISON; (lead + batch * seqlen * row) * elem];
         let view = |i: usize| {
             let [batch, seqlen, heads, inner] = shape_of(i);
-            let head = if heads > 1 { inner.next_multiple_of(self.align) } else { inner };
-            TensorMeta::strided(Some(self.dtype), &[batch, seqlen, heads, inner], &[seqlen * row, row, head, 1])
+            let head = if heads > 1 {
+                inner.next_multiple_of(self.align)
+            } else {
+                inner
+            };
+            TensorMeta::strided(
+                Some(self.dtype),
+                &[batch, seqlen, heads, inner],
+                &[seqlen * row, row, head, 1],
+            )
         };
         let dt_view = TensorMeta::strided(dt.dtype(), dt_shape, &[seqlen * row, row, 1]);
         let at = |i: usize| (lead + starts[i]) * elem;
@@ -214,18 +329,32 @@ impl Projection<'_> {
             scatter(&mut image, at(4), &dt_view, &dt.to_le_bytes());
         }
         let buffer = self.device.upload(&image)?;
-        let slice = |i: usize| four[i].map(|_| DeviceTensor::new(&buffer, at(i), view(i))).transpose();
+        let slice = |i: usize| {
+            four[i]
+                .map(|_| DeviceTensor::new(&buffer, at(i), view(i)))
+                .transpose()
+        };
         let dt = if dt_inside {
             DeviceTensor::new(&buffer, at(4), dt_view)?
         } else {
-            upload(self.device, dt, &padded(dt.dtype(), dt_shape, 1, self.placement.gap()), lead)?
+            upload(
+                self.device,
+                dt,
+                &padded(dt.dtype(), dt_shape, 1, self.placement.gap()),
+                lead,
+            )?
         };
         Ok([slice(0)?, slice(1)?, slice(2)?, slice(3)?, Some(dt)])
     }
 }
 
 /// One tensor in an allocation of its own, which ends where the tensor ends.
-fn upload(device: &Device, values: &Values, meta: &TensorMeta, lead_elems: usize) -> Result<DeviceTensor, CudaError> {
+fn upload(
+    device: &Device,
+    values: &Values,
+    meta: &TensorMeta,
+    lead_elems: usize,
+) -> Result<DeviceTensor, CudaError> {
     let buffer = if meta.is_contiguous() && lead_elems == 0 {
         match values {
             Values::Bf16(v) => device.upload(v)?,

@@ -1,8 +1,12 @@
 //! Runs of one problem on the device into poisoned, guarded outputs.
 
 use mamba2_cuda::{CudaError, Device, DeviceTensor, LoadedForward, LoadedStep, Stream};
-use mamba2_reference::{Bounds, ErrorReport, Generated, GeneratedStep, recurrence, step as step_oracle};
-use mamba2_spec::{Dtype, ForwardInputs, ForwardOutputs, Problem, StepInputs, StepOutputs, StepProblem};
+use mamba2_reference::{
+    Bounds, ErrorReport, Generated, GeneratedStep, recurrence, step as step_oracle,
+};
+use mamba2_spec::{
+    Dtype, ForwardInputs, ForwardOutputs, Problem, StepInputs, StepOutputs, StepProblem,
+};
 
 use super::compare::decode;
 use super::output::{Output, POISON, Scratch};
@@ -14,7 +18,9 @@ pub fn failure_of(error: &CudaError) -> Failure {
     let kind = match error {
         _ if error.is_fatal() => FailureKind::Crash,
         _ if error.is_out_of_memory() => FailureKind::OutOfMemory,
-        CudaError::Compile { .. } | CudaError::Nvrtc { .. } | CudaError::UnsupportedArch { .. } => FailureKind::Compile,
+        CudaError::Compile { .. } | CudaError::Nvrtc { .. } | CudaError::UnsupportedArch { .. } => {
+            FailureKind::Compile
+        }
         CudaError::Gate { .. } => FailureKind::Spill,
         _ => FailureKind::Launch,
     };
@@ -46,14 +52,21 @@ impl ForwardTrial {
     ///
     /// # Errors
     /// [`CudaError`], also for lack of memory.
-    pub fn new(device: &Device, problem: &Problem, made: &Generated, placement: Placement) -> Result<ForwardTrial, CudaError> {
+    pub fn new(
+        device: &Device,
+        problem: &Problem,
+        made: &Generated,
+        placement: Placement,
+    ) -> Result<ForwardTrial, CudaError> {
         let lead = placement.lead_elems();
         let states = place::final_meta(problem, placement);
         Ok(ForwardTrial {
             problem: problem.clone(),
             inputs: place::forward(device, problem, made, placement)?,
             out: Output::poisoned(device, "out", place::out_meta(problem, placement), lead)?,
-            states: states.map(|meta| Output::poisoned(device, "final_states", meta, lead)).transpose()?,
+            states: states
+                .map(|meta| Output::poisoned(device, "final_states", meta, lead))
+                .transpose()?,
             used_tokens: match &made.cu_seqlens {
                 Some(cu) => cu.last().map_or(0, |last| *last as usize),
                 None => problem.batch * problem.seqlen,
@@ -63,14 +76,25 @@ impl ForwardTrial {
 
     /// The tensors of a call.
     pub fn call(&self) -> (&ForwardInputs<DeviceTensor>, ForwardOutputs<DeviceTensor>) {
-        (&self.inputs, ForwardOutputs { out: self.out.view(), final_states: self.states.as_ref().map(Output::view) })
+        (
+            &self.inputs,
+            ForwardOutputs {
+                out: self.out.view(),
+                final_states: self.states.as_ref().map(Output::view),
+            },
+        )
     }
 
     /// One run into poison. Anything written outside the outputs is a failure, and so is an untouched tail that was touched.
     ///
     /// # Errors
     /// The [`Failure`].
-    pub fn run(&self, loaded: &LoadedForward, stream: &Stream, scratch: &Scratch) -> Result<Run, Failure> {
+    pub fn run(
+        &self,
+        loaded: &LoadedForward,
+        stream: &Stream,
+        scratch: &Scratch,
+    ) -> Result<Run, Failure> {
         let used = loaded.plan().workspace.total_bytes;
         let (inputs, outputs) = self.call();
         let enqueue = || {
@@ -83,21 +107,35 @@ impl ForwardTrial {
             Ok((self.out.read()?, states, scratch.outside(used)?))
         };
         let (out, states, workspace) = enqueue().map_err(|e: CudaError| failure_of(&e))?;
-        let outside = out.outside.or(workspace).or(states.as_ref().and_then(|s| s.outside.clone()));
-        let used_bytes = self.used_tokens * self.problem.nheads * self.problem.headdim * self.problem.dtype.size_bytes();
+        let outside = out
+            .outside
+            .or(workspace)
+            .or(states.as_ref().and_then(|s| s.outside.clone()));
+        let used_bytes = self.used_tokens
+            * self.problem.nheads
+            * self.problem.headdim
+            * self.problem.dtype.size_bytes();
         let tail = out.dense[used_bytes..].iter().position(|b| *b != POISON);
         let tail = tail.map(|at| format!("out: byte {at} of the padded tail was written"));
         if let Some(text) = outside.or(tail) {
             return Err(Failure::new(FailureKind::OutOfBounds, text));
         }
-        Ok(Run { out: out.dense, states: states.map(|s| s.dense).unwrap_or_default() })
+        Ok(Run {
+            out: out.dense,
+            states: states.map(|s| s.dense).unwrap_or_default(),
+        })
     }
 
     /// Two runs that must give the same bits.
     ///
     /// # Errors
     /// The [`Failure`].
-    pub fn run_twice(&self, loaded: &LoadedForward, stream: &Stream, scratch: &Scratch) -> Result<Run, Failure> {
+    pub fn run_twice(
+        &self,
+        loaded: &LoadedForward,
+        stream: &Stream,
+        scratch: &Scratch,
+    ) -> Result<Run, Failure> {
         let first = self.run(loaded, stream, scratch)?;
         same_bits(first, self.run(loaded, stream, scratch)?)
     }
@@ -130,7 +168,8 @@ impl Oracle {
     pub fn forward(problem: &Problem, made: &Generated) -> Oracle {
         let mut want = recurrence(problem, &made.reference());
         if let Some(used) = made.cu_seqlens.as_ref().and_then(|cu| cu.last()) {
-            want.out.truncate(*used as usize * problem.nheads * problem.headdim);
+            want.out
+                .truncate(*used as usize * problem.nheads * problem.headdim);
         }
         Oracle {
             out: want.out,
@@ -160,17 +199,28 @@ impl Oracle {
     pub fn check(&self, run: &Run) -> Result<Verified, Failure> {
         let out = decode(&run.out, self.dtype);
         let out = ErrorReport::compare(&out[..self.out.len().min(out.len())], &self.out);
-        let states = self.states_dtype.map(|dtype| ErrorReport::compare(&decode(&run.states, dtype), &self.states));
+        let states = self
+            .states_dtype
+            .map(|dtype| ErrorReport::compare(&decode(&run.states, dtype), &self.states));
         let mut faults = Vec::new();
         if !out.within(self.bounds.out) {
-            faults.push(format!("out: expected a relative error of at most {:.1e}, got {out}", self.bounds.out));
+            faults.push(format!(
+                "out: expected a relative error of at most {:.1e}, got {out}",
+                self.bounds.out
+            ));
         }
         if let Some(states) = states.filter(|s| !s.within(self.bounds.states)) {
-            faults.push(format!("states: expected a relative error of at most {:.1e}, got {states}", self.bounds.states));
+            faults.push(format!(
+                "states: expected a relative error of at most {:.1e}, got {states}",
+                self.bounds.states
+            ));
         }
         if faults.is_empty() {
             let states_error = states.map_or(0.0, |s| s.relative_frobenius);
-            return Ok(Verified { out_error: out.relative_frobenius, states_error });
+            return Ok(Verified {
+                out_error: out.relative_frobenius,
+                states_error,
+            });
         }
         Err(Failure::new(FailureKind::Wrong, faults.join("; ")))
     }
@@ -197,7 +247,12 @@ impl StepTrial {
     ///
     /// # Errors
     /// As [`ForwardTrial::new`].
-    pub fn new(device: &Device, problem: &StepProblem, made: &GeneratedStep, placement: Placement) -> Result<StepTrial, CudaError> {
+    pub fn new(
+        device: &Device,
+        problem: &StepProblem,
+        made: &GeneratedStep,
+        placement: Placement,
+    ) -> Result<StepTrial, CudaError> {
         let lead = placement.lead_elems();
         let (out, state) = place::step_metas(problem, placement);
         let indices = made.state_batch_indices.iter().flatten().enumerate();
@@ -206,13 +261,22 @@ impl StepTrial {
             inputs: place::step(device, problem, made, placement)?,
             out: Output::poisoned(device, "out", out, lead)?,
             state: Output::holding(device, "state", state, lead, &made.state.to_le_bytes())?,
-            skipped: indices.filter(|(_, i)| **i < 0).map(|(row, _)| row).collect(),
+            skipped: indices
+                .filter(|(_, i)| **i < 0)
+                .map(|(row, _)| row)
+                .collect(),
         })
     }
 
     /// The tensors of a call.
     pub fn call(&self) -> (&StepInputs<DeviceTensor>, StepOutputs<DeviceTensor>) {
-        (&self.inputs, StepOutputs { state: self.state.view(), out: self.out.view() })
+        (
+            &self.inputs,
+            StepOutputs {
+                state: self.state.view(),
+                out: self.out.view(),
+            },
+        )
     }
 
     /// One run from the same state cache into a poisoned output. The output of skipped rows is set to zero in the result, as
@@ -236,13 +300,18 @@ impl StepTrial {
         for row in &self.skipped {
             let bytes = &mut out.dense[row * row_bytes..(row + 1) * row_bytes];
             if bytes.iter().any(|b| *b != POISON) {
-                outside.get_or_insert_with(|| format!("out: row {row}, which is to be skipped, was written"));
+                outside.get_or_insert_with(|| {
+                    format!("out: row {row}, which is to be skipped, was written")
+                });
             }
             bytes.fill(0);
         }
         match outside {
             Some(text) => Err(Failure::new(FailureKind::OutOfBounds, text)),
-            None => Ok(Run { out: out.dense, states: state.dense }),
+            None => Ok(Run {
+                out: out.dense,
+                states: state.dense,
+            }),
         }
     }
 

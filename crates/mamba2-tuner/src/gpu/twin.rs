@@ -28,7 +28,11 @@ pub fn of_forward(problem: &Problem) -> Problem {
     let mut twin = problem.clone();
     (twin.nheads, twin.ngroups) = (nheads, ngroups);
     twin.seqlen = if large { FEW_TOKENS } else { TOKENS };
-    twin.batch = if problem.packed.is_some() || nheads > 16 { 1 } else { 2 };
+    twin.batch = if problem.packed.is_some() || nheads > 16 {
+        1
+    } else {
+        2
+    };
     twin.packed = problem.packed.map(|_| SEQUENCES);
     twin
 }
@@ -40,7 +44,11 @@ pub fn of_step(problem: &StepProblem) -> StepProblem {
     twin.ngroups = groups(problem.ngroups, heads_per_group);
     twin.nheads = twin.ngroups * heads_per_group;
     twin.batch = problem.batch.min(7);
-    twin.slots = if problem.indices { twin.batch + 2 } else { twin.batch };
+    twin.slots = if problem.indices {
+        twin.batch + 2
+    } else {
+        twin.batch
+    };
     twin
 }
 
@@ -73,10 +81,16 @@ mod tests {
 
     #[test]
     fn a_twin_has_several_chunks_and_a_ragged_tail_at_every_chunk_size() {
-        for shape in ["b=1,l=1,h=8,p=64,g=1,n=128", "b=1,l=1,h=128,p=256,g=1,n=512"] {
+        for shape in [
+            "b=1,l=1,h=8,p=64,g=1,n=128",
+            "b=1,l=1,h=128,p=256,g=1,n=512",
+        ] {
             let twin = of_forward(&shape.parse().unwrap());
             for chunk_size in [64, 128, 256] {
-                assert!(twin.seqlen > chunk_size && !twin.seqlen.is_multiple_of(chunk_size), "{twin}");
+                assert!(
+                    twin.seqlen > chunk_size && !twin.seqlen.is_multiple_of(chunk_size),
+                    "{twin}"
+                );
             }
         }
     }

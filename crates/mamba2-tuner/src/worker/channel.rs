@@ -31,7 +31,11 @@ pub(super) struct Channel {
 
 impl Channel {
     pub fn start(mut command: Command) -> std::io::Result<Channel> {
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()?;
         let (sender, lines) = mpsc::channel();
         if let Some(out) = child.stdout.take() {
             std::thread::spawn(move || {
@@ -48,15 +52,24 @@ impl Channel {
             std::thread::spawn(move || keep_last_lines(err, &errors));
         }
         let stdin = child.stdin.take();
-        Ok(Channel { child, stdin, lines, errors })
+        Ok(Channel {
+            child,
+            stdin,
+            lines,
+            errors,
+        })
     }
 
     /// Sends a request. A worker that is gone shows at the next [`Channel::receive`].
     pub fn send(&mut self, request: &Request) {
-        let Ok(mut line) = serde_json::to_string(request) else { return };
+        let Ok(mut line) = serde_json::to_string(request) else {
+            return;
+        };
         line.push('\n');
         if let Some(stdin) = &mut self.stdin {
-            let _ = stdin.write_all(line.as_bytes()).and_then(|()| stdin.flush());
+            let _ = stdin
+                .write_all(line.as_bytes())
+                .and_then(|()| stdin.flush());
         }
     }
 
@@ -64,7 +77,10 @@ impl Channel {
     pub fn receive(&mut self, timeout: Duration) -> Result<Response, Silence> {
         let deadline = Instant::now() + timeout;
         loop {
-            match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            match self
+                .lines
+                .recv_timeout(deadline.saturating_duration_since(Instant::now()))
+            {
                 // Anything else on standard output is some library's chatter.
                 Ok(line) => match serde_json::from_str(&line) {
                     Ok(response) => return Ok(response),
@@ -74,7 +90,9 @@ impl Channel {
                     self.kill();
                     return Err(Silence::TimedOut(timeout));
                 }
-                Err(RecvTimeoutError::Disconnected) => return Err(Silence::Ended(self.last_words())),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Silence::Ended(self.last_words()));
+                }
             }
         }
     }
@@ -91,17 +109,28 @@ impl Channel {
         loop {
             match self.child.try_wait() {
                 Ok(Some(status)) => return Some(status),
-                Ok(None) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
+                Ok(None) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5))
+                }
                 _ => return None,
             }
         }
     }
 
     fn last_words(&mut self) -> String {
-        let status = self.wait().map_or_else(|| "still there".to_string(), |status| status.to_string());
-        let errors = self.errors.lock().expect("no holder of this lock should panic");
+        let status = self
+            .wait()
+            .map_or_else(|| "still there".to_string(), |status| status.to_string());
+        let errors = self
+            .errors
+            .lock()
+            .expect("no holder of this lock should panic");
         let words: Vec<&str> = errors.iter().map(String::as_str).collect();
-        if words.is_empty() { format!("worker ended: {status}") } else { format!("worker ended: {status}; {}", words.join(" | ")) }
+        if words.is_empty() {
+            format!("worker ended: {status}")
+        } else {
+            format!("worker ended: {status}; {}", words.join(" | "))
+        }
     }
 }
 

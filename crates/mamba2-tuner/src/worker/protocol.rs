@@ -33,10 +33,23 @@ pub enum Role {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Request {
-    Prepare { target: Target },
-    Compile { target: Target, candidates: Vec<Candidate> },
-    Verify { target: Target, candidate: Candidate, check: Check },
-    Measure { target: Target, candidates: Vec<Candidate>, rounds: Rounds },
+    Prepare {
+        target: Target,
+    },
+    Compile {
+        target: Target,
+        candidates: Vec<Candidate>,
+    },
+    Verify {
+        target: Target,
+        candidate: Candidate,
+        check: Check,
+    },
+    Measure {
+        target: Target,
+        candidates: Vec<Candidate>,
+        rounds: Rounds,
+    },
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -50,7 +63,10 @@ pub(super) enum Response {
     Unfit(String),
     Prepared,
     /// One of the candidates of a [`Request::Compile`]; they come in any order.
-    Compiled { index: usize, result: Result<Compiled, Failure> },
+    Compiled {
+        index: usize,
+        result: Result<Compiled, Failure>,
+    },
     Verified(Result<Verified, Failure>),
     Measured(Vec<Result<Vec<f64>, Failure>>),
 }

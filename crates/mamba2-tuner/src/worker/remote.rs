@@ -6,7 +6,9 @@ use mamba2_spec::{DeviceFacts, Kernel};
 
 use super::channel::{Channel, Silence};
 use super::protocol::{Hello, Request, Response, Role};
-use crate::executor::{Check, Compiled, Conditions, Executor, Failure, FailureKind, Rounds, Verified};
+use crate::executor::{
+    Check, Compiled, Conditions, Executor, Failure, FailureKind, Rounds, Verified,
+};
 use crate::{Candidate, Target, TunerError};
 
 /// Making inputs and oracle of a large shape, or opening a device, takes this long at most.
@@ -47,17 +49,30 @@ impl RemoteExecutor {
         cubins: Option<std::path::PathBuf>,
         timeout: Duration,
     ) -> Result<RemoteExecutor, TunerError> {
-        let gpu_role = Role::Gpu { ordinal, cubins: cubins.clone() };
+        let gpu_role = Role::Gpu {
+            ordinal,
+            cubins: cubins.clone(),
+        };
         let (channel, hello) = open(&launch, &gpu_role)?;
-        let driver = hello.conditions.first().map_or_else(String::new, |(_, c)| c.driver.clone());
-        let compile_role = Role::Compile { device: hello.device.clone(), driver, cubins };
+        let driver = hello
+            .conditions
+            .first()
+            .map_or_else(String::new, |(_, c)| c.driver.clone());
+        let compile_role = Role::Compile {
+            device: hello.device.clone(),
+            driver,
+            cubins,
+        };
         Ok(RemoteExecutor {
             launch,
             gpu_role,
             compile_role,
             timeout,
             hello,
-            gpu: Mutex::new(Worker { channel: Some(channel), prepared: None }),
+            gpu: Mutex::new(Worker {
+                channel: Some(channel),
+                prepared: None,
+            }),
             compiler: Mutex::default(),
         })
     }
@@ -66,7 +81,11 @@ impl RemoteExecutor {
         worker.lock().expect("no holder of this lock should panic")
     }
 
-    fn channel<'a>(&self, worker: &'a mut Worker, role: &Role) -> Result<&'a mut Channel, TunerError> {
+    fn channel<'a>(
+        &self,
+        worker: &'a mut Worker,
+        role: &Role,
+    ) -> Result<&'a mut Channel, TunerError> {
         if worker.channel.is_none() {
             worker.prepared = None;
             worker.channel = Some(open(&self.launch, role)?.0);
@@ -75,7 +94,12 @@ impl RemoteExecutor {
     }
 
     /// One request to the GPU's worker, one answer. Silence ends the worker; the next request starts another.
-    fn ask(&self, worker: &mut Worker, request: &Request, timeout: Duration) -> Result<Result<Response, Silence>, TunerError> {
+    fn ask(
+        &self,
+        worker: &mut Worker,
+        request: &Request,
+        timeout: Duration,
+    ) -> Result<Result<Response, Silence>, TunerError> {
         let channel = self.channel(worker, &self.gpu_role)?;
         channel.send(request);
         let answer = channel.receive(timeout);
@@ -90,8 +114,15 @@ impl RemoteExecutor {
         if worker.channel.is_some() && worker.prepared.as_ref() == Some(target) {
             return Ok(());
         }
-        let request = Request::Prepare { target: target.clone() };
-        let unfit = |reason| Err(TunerError::Unfit { target: target.to_string(), reason });
+        let request = Request::Prepare {
+            target: target.clone(),
+        };
+        let unfit = |reason| {
+            Err(TunerError::Unfit {
+                target: target.to_string(),
+                reason,
+            })
+        };
         match self.ask(worker, &request, PREPARE_TIMEOUT)? {
             Ok(Response::Prepared) => {
                 worker.prepared = Some(target.clone());
@@ -113,7 +144,11 @@ impl RemoteExecutor {
         rounds: Rounds,
     ) -> Result<Result<Vec<Result<Vec<f64>, Failure>>, Failure>, TunerError> {
         self.prepared(worker, target)?;
-        let request = Request::Measure { target: target.clone(), candidates: candidates.to_vec(), rounds };
+        let request = Request::Measure {
+            target: target.clone(),
+            candidates: candidates.to_vec(),
+            rounds,
+        };
         let timeout = self.timeout * u32::try_from(candidates.len()).unwrap_or(u32::MAX).max(1);
         match self.ask(worker, &request, timeout)? {
             Ok(Response::Measured(results)) if results.len() == candidates.len() => Ok(Ok(results)),
@@ -134,11 +169,16 @@ impl RemoteExecutor {
         candidates: &[Candidate],
     ) -> Result<(Vec<Option<Result<Compiled, Failure>>>, Option<Failure>), TunerError> {
         let channel = self.channel(worker, &self.compile_role)?;
-        channel.send(&Request::Compile { target: target.clone(), candidates: candidates.to_vec() });
+        channel.send(&Request::Compile {
+            target: target.clone(),
+            candidates: candidates.to_vec(),
+        });
         let mut results: Vec<Option<Result<Compiled, Failure>>> = vec![None; candidates.len()];
         while results.iter().any(Option::is_none) {
             match channel.receive(self.timeout) {
-                Ok(Response::Compiled { index, result }) if index < results.len() => results[index] = Some(result),
+                Ok(Response::Compiled { index, result }) if index < results.len() => {
+                    results[index] = Some(result)
+                }
                 Ok(other) => return Err(unexpected(&other)),
                 Err(silence) => {
                     worker.channel = None;
@@ -151,7 +191,8 @@ impl RemoteExecutor {
 }
 
 fn open(launch: &Launch, role: &Role) -> Result<(Channel, Hello), TunerError> {
-    let mut channel = Channel::start(launch(role)).map_err(|e| TunerError::Device(format!("worker cannot be started: {e}")))?;
+    let mut channel = Channel::start(launch(role))
+        .map_err(|e| TunerError::Device(format!("worker cannot be started: {e}")))?;
     match channel.receive(START_TIMEOUT) {
         Ok(Response::Hello(hello)) => Ok((channel, hello)),
         Ok(Response::Error(text)) => Err(TunerError::Device(text)),
@@ -169,7 +210,10 @@ fn unexpected(response: &Response) -> TunerError {
 
 fn failure_of(silence: &Silence) -> Failure {
     match silence {
-        Silence::TimedOut(after) => Failure::new(FailureKind::Hang, format!("no answer within {} s; killed", after.as_secs_f64())),
+        Silence::TimedOut(after) => Failure::new(
+            FailureKind::Hang,
+            format!("no answer within {} s; killed", after.as_secs_f64()),
+        ),
         Silence::Ended(words) => Failure::new(FailureKind::Crash, words.clone()),
     }
 }
@@ -181,7 +225,9 @@ impl Executor for RemoteExecutor {
 
     fn kernel_conditions(&self, kernel: Kernel) -> Conditions {
         let found = self.hello.conditions.iter().find(|(k, _)| *k == kernel);
-        found.map(|(_, c)| c.clone()).expect("a worker should tell the conditions of every kernel")
+        found
+            .map(|(_, c)| c.clone())
+            .expect("a worker should tell the conditions of every kernel")
     }
 
     fn memory_bytes(&self) -> Option<u64> {
@@ -192,23 +238,44 @@ impl Executor for RemoteExecutor {
         self.prepared(&mut Self::lock(&self.gpu), target)
     }
 
-    fn compile(&self, target: &Target, candidates: &[Candidate]) -> Result<Vec<Result<Compiled, Failure>>, TunerError> {
+    fn compile(
+        &self,
+        target: &Target,
+        candidates: &[Candidate],
+    ) -> Result<Vec<Result<Compiled, Failure>>, TunerError> {
         let worker = &mut *Self::lock(&self.compiler);
         let (mut results, lost) = self.compile_together(worker, target, candidates)?;
         if lost.is_some() {
             // One at a time, so that only the one at fault is lost with the worker.
-            for (result, candidate) in results.iter_mut().zip(candidates).filter(|(r, _)| r.is_none()) {
-                let (mut alone, lost) = self.compile_together(worker, target, std::slice::from_ref(candidate))?;
+            for (result, candidate) in results
+                .iter_mut()
+                .zip(candidates)
+                .filter(|(r, _)| r.is_none())
+            {
+                let (mut alone, lost) =
+                    self.compile_together(worker, target, std::slice::from_ref(candidate))?;
                 *result = alone.pop().flatten().or(lost.map(Err));
             }
         }
-        Ok(results.into_iter().map(|r| r.expect("every candidate should have an answer")).collect())
+        Ok(results
+            .into_iter()
+            .map(|r| r.expect("every candidate should have an answer"))
+            .collect())
     }
 
-    fn verify(&self, target: &Target, candidate: &Candidate, check: Check) -> Result<Result<Verified, Failure>, TunerError> {
+    fn verify(
+        &self,
+        target: &Target,
+        candidate: &Candidate,
+        check: Check,
+    ) -> Result<Result<Verified, Failure>, TunerError> {
         let worker = &mut *Self::lock(&self.gpu);
         self.prepared(worker, target)?;
-        let request = Request::Verify { target: target.clone(), candidate: *candidate, check };
+        let request = Request::Verify {
+            target: target.clone(),
+            candidate: *candidate,
+            check,
+        };
         match self.ask(worker, &request, self.timeout)? {
             Ok(Response::Verified(result)) => {
                 if matches!(&result, Err(failure) if failure.kind == FailureKind::Crash) {
@@ -234,7 +301,12 @@ impl Executor for RemoteExecutor {
             Err(failure) if candidates.len() == 1 => Ok(vec![Err(failure)]),
             Err(_) => {
                 let alone = |candidate: &Candidate| {
-                    let one = self.measure_together(worker, target, std::slice::from_ref(candidate), rounds)?;
+                    let one = self.measure_together(
+                        worker,
+                        target,
+                        std::slice::from_ref(candidate),
+                        rounds,
+                    )?;
                     Ok(one.map_or_else(Err, |mut results| results.swap_remove(0)))
                 };
                 candidates.iter().map(alone).collect()

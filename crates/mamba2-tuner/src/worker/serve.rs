@@ -16,14 +16,24 @@ use crate::{Executor, TunerError};
 /// [`TunerError::Device`] if the role cannot be read or standard output is gone. A device that cannot be opened is told to the
 /// parent instead.
 pub fn worker_main(role: &str) -> Result<(), TunerError> {
-    let role: Role = serde_json::from_str(role).map_err(|e| TunerError::Device(format!("worker role {role:?}: {e}")))?;
-    let jit = |cubins: Option<std::path::PathBuf>| Jit::new(cubins.map_or_else(CubinCache::disabled, CubinCache::new));
+    let role: Role = serde_json::from_str(role)
+        .map_err(|e| TunerError::Device(format!("worker role {role:?}: {e}")))?;
+    let jit = |cubins: Option<std::path::PathBuf>| {
+        Jit::new(cubins.map_or_else(CubinCache::disabled, CubinCache::new))
+    };
     match role {
         Role::Gpu { ordinal, cubins } => match GpuExecutor::open(ordinal, jit(cubins)) {
             Ok(executor) => serve(&executor),
-            Err(error) => answer(&Mutex::new(std::io::stdout()), &Response::Error(error.to_string())),
+            Err(error) => answer(
+                &Mutex::new(std::io::stdout()),
+                &Response::Error(error.to_string()),
+            ),
         },
-        Role::Compile { device, driver, cubins } => serve(&CompileExecutor::new(device, jit(cubins), &driver)),
+        Role::Compile {
+            device,
+            driver,
+            cubins,
+        } => serve(&CompileExecutor::new(device, jit(cubins), &driver)),
     }
 }
 
@@ -33,8 +43,14 @@ pub fn worker_main(role: &str) -> Result<(), TunerError> {
 /// [`TunerError::Device`] if standard output is gone.
 pub fn serve(executor: &dyn Executor) -> Result<(), TunerError> {
     let out = Mutex::new(std::io::stdout());
-    let conditions = Kernel::ALL.map(|kernel| (kernel, executor.kernel_conditions(kernel))).to_vec();
-    let hello = Hello { device: executor.device().clone(), memory_bytes: executor.memory_bytes(), conditions };
+    let conditions = Kernel::ALL
+        .map(|kernel| (kernel, executor.kernel_conditions(kernel)))
+        .to_vec();
+    let hello = Hello {
+        device: executor.device().clone(),
+        memory_bytes: executor.memory_bytes(),
+        conditions,
+    };
     answer(&out, &Response::Hello(hello))?;
     let (sender, requests) = mpsc::channel();
     // A thread of its own reads, so that the end of the parent ends this process even in the middle of a request that hangs.
@@ -62,13 +78,27 @@ pub fn serve(executor: &dyn Executor) -> Result<(), TunerError> {
     Ok(())
 }
 
-fn handle(executor: &dyn Executor, request: Request, out: &Mutex<std::io::Stdout>) -> Result<Option<Response>, TunerError> {
+fn handle(
+    executor: &dyn Executor,
+    request: Request,
+    out: &Mutex<std::io::Stdout>,
+) -> Result<Option<Response>, TunerError> {
     let response = match request {
         Request::Prepare { target } => executor.prepare(&target).map(|()| Response::Prepared),
-        Request::Verify { target, candidate, check } => executor.verify(&target, &candidate, check).map(Response::Verified),
-        Request::Measure { target, candidates, rounds } => {
-            executor.measure(&target, &candidates, rounds).map(Response::Measured)
-        }
+        Request::Verify {
+            target,
+            candidate,
+            check,
+        } => executor
+            .verify(&target, &candidate, check)
+            .map(Response::Verified),
+        Request::Measure {
+            target,
+            candidates,
+            rounds,
+        } => executor
+            .measure(&target, &candidates, rounds)
+            .map(Response::Measured),
         Request::Compile { target, candidates } => {
             // One answer as soon as it is there: silence tells the parent which candidate hangs.
             return candidates
@@ -88,8 +118,11 @@ fn handle(executor: &dyn Executor, request: Request, out: &Mutex<std::io::Stdout
 }
 
 fn answer(out: &Mutex<std::io::Stdout>, response: &Response) -> Result<(), TunerError> {
-    let mut line = serde_json::to_string(response).map_err(|e| TunerError::Device(e.to_string()))?;
+    let mut line =
+        serde_json::to_string(response).map_err(|e| TunerError::Device(e.to_string()))?;
     line.push('\n');
     let mut out = out.lock().expect("no holder of this lock should panic");
-    out.write_all(line.as_bytes()).and_then(|()| out.flush()).map_err(|e| TunerError::Device(format!("standard output: {e}")))
+    out.write_all(line.as_bytes())
+        .and_then(|()| out.flush())
+        .map_err(|e| TunerError::Device(format!("standard output: {e}")))
 }
