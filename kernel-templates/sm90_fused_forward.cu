@@ -17,8 +17,8 @@ constexpr bool WITH_C = true;
 
 #include "common/sm90_pipeline.cuh"
 
-// C H^T starts before S is ready where registers allow both in flight.
-constexpr bool Y_FIRST = HEADS == 1 && WARPGROUPS < 3;
+// Registers for the state update's operand while S x still needs its own.
+constexpr bool ROOMY = HEADS * STATE_REGISTERS <= 64;
 
 constexpr int H_BYTES = DSTATE_BOXES * BOX_BYTES;
 static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + WARPGROUPS * H_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
@@ -57,24 +57,28 @@ __device__ __forceinline__ void decay_scores(FragmentA<X> (&a)[4], const float (
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = warp * 16 + lane / 4;
   const float g_row[2] = {v.g[row], v.g[row + 8]};
+  float2 gd[8];
 #pragma unroll
-  for (int t = 0; t < 8; ++t) {
-    Pair<X>* to = &a[t / 2].pair[t % 2 * 2];
-    const int column = t * 8 + lane % 4 * 2;
-    const float2 gd = *reinterpret_cast<const float2*>(v.gd() + column);
-    if (t < 2 * warp) {  // below the warp's diagonal block
+  for (int t = 0; t < 8; ++t) gd[t] = *reinterpret_cast<const float2*>(v.gd() + t * 8 + lane % 4 * 2);
+  // 16 tokens at a time: eight independent exponentials between two branches hide their own latency.
 #pragma unroll
-      for (int r = 0; r < 2; ++r) to[r] = pack<X>(s[t * 4 + 2 * r] * ex2_approx(g_row[r] - gd.x), s[t * 4 + 2 * r + 1] * ex2_approx(g_row[r] - gd.y));
-    } else if (t < 2 * warp + 2) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int below = row + 8 * r - column;  // i - j of the first element
-        to[r] = pack<X>(below >= 0 ? s[t * 4 + 2 * r] * ex2_approx(g_row[r] - gd.x) : 0.f,
-                        below >= 1 ? s[t * 4 + 2 * r + 1] * ex2_approx(g_row[r] - gd.y) : 0.f);
-      }
-    } else {
-      to[0] = to[1] = {0};
+  for (int k = 0; k < 4; ++k) {
+    if (k > warp) {
+      a[k] = {};
+      continue;
     }
+    float e[8];  // as s[8 k ..]
+#pragma unroll
+    for (int i = 0; i < 8; ++i) e[i] = s[8 * k + i] * ex2_approx(g_row[i / 2 % 2] - (i % 2 ? gd[2 * k + i / 4].y : gd[2 * k + i / 4].x));
+    if (k == warp) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int below = lane / 4 + i / 2 % 2 * 8 - (i / 4 * 8 + lane % 4 * 2 + i % 2);
+        e[i] = below >= 0 ? e[i] : 0.f;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[k].pair[i] = pack<X>(e[2 * i], e[2 * i + 1]);
   }
 }
 
@@ -194,68 +198,74 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     X* out = static_cast<X*>(args.out) + s.row * args.out_strides.batch + (s.first + warp * 16 + lane / 8) * args.out_strides.token +
              (s.head0 + consumer * HEADS) * args.out_strides.head + lane % 8 * 8;
 
-    RingPosition at;
     const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-    for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
-      wait_barrier(barriers.full(at.stage), at.parity);
+    RingPosition at, next;
+    float scores[32];  // raw C B^T of the chunk, 64 rows x 64 tokens
+    // Waits for a chunk and starts its C B^T, which needs no state: it runs under the end of the chunk before. Past the last chunk it
+    // repeats that chunk's, unused: ptxas keeps wgmma asynchronous only where every path starts and waits for the same ones.
+    const auto start_scores = [&](bool any) {
+      if (any) wait_barrier(barriers.full(next.stage), next.parity);
       if constexpr (!USE_TMA) fence_proxy_async();
+      unsigned char* stage = ring + (any ? next.stage : at.stage) * STAGE_BYTES;
+      wgmma_fence();
+      start_product_over_dstate(scores, stage, stage + B_OFFSET);
+      wgmma_commit_group();
+      next.advance();
+    };
+    if (chunks > 0) {
+      start_scores(true);
+      wgmma_wait_group<0>();
+    }
+    for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
       unsigned char* stage = ring + at.stage * STAGE_BYTES;
-      // Few registers are free beside the states, so a warpgroup's products follow each other: C B^T (and C H^T), S x, then the state
-      // update under the stores of Y. The other warpgroups fill the tensor cores meanwhile.
       FragmentA<X> decayed[HEADS][4];
-      float y[32];
-      store_state_tile(h_boxes, state[0]);
-      fence_proxy_async();
-      bar_sync(barrier, 128);
-      {
-        float scores[32];
-        wgmma_fence();
-        start_product_over_dstate(scores, stage, stage + B_OFFSET);
-        wgmma_commit_group();
-        if constexpr (Y_FIRST) {
-          start_product_over_dstate(y, stage, h_boxes);
-          wgmma_commit_group();
-        }
-        wgmma_wait_group<Y_FIRST>();
-#pragma unroll
-        for (int h = 0; h < HEADS; ++h) decay_scores(decayed[h], scores, vectors_of(stage, consumer * HEADS + h));
-      }
 #pragma unroll
       for (int h = 0; h < HEADS; ++h) {
         const Vectors v = vectors_of(stage, consumer * HEADS + h);
         unsigned char* x_box = stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES;
-        if (h > 0) {
-          store_state_tile(h_boxes, state[h]);
-          fence_proxy_async();
-          bar_sync(barrier, 128);
+        store_state_tile(h_boxes, state[h]);
+        fence_proxy_async();
+        bar_sync(barrier, 128);
+        float y[32];
+        wgmma_fence();
+        start_product_over_dstate(y, stage, h_boxes);
+        wgmma_commit_group();
+
+        // Under C H^T: everything that needs no result of it.
+        FragmentA<X> weighted_x[4];
+        if constexpr (ROOMY) load_weighted_x(weighted_x, x_box, v.w());
+        if (h == 0) {
+#pragma unroll
+          for (int i = 0; i < HEADS; ++i) decay_scores(decayed[i], scores, vectors_of(stage, consumer * HEADS + i));
         }
-        if (h > 0 || !Y_FIRST) {
-          wgmma_fence();
-          start_product_over_dstate(y, stage, h_boxes);
-          wgmma_commit_group();
-        }
-        const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        const int row = warp * 16 + lane / 4;
         const float rise[2] = {ex2_approx(fminf(v.g[row], 0.f)), ex2_approx(fminf(v.g[row + 8], 0.f))};
         const float decay = ex2_approx(fminf(v.g[CHUNK - 1], 0.f));
 #pragma unroll
         for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] *= decay;
-        wgmma_wait_group<0>();
+        wgmma_wait_group<0>();  // C H^T
 #pragma unroll
         for (int i = 0; i < 32; ++i) y[i] *= rise[i / 2 % 2];
+
         wgmma_fence();
         const WgmmaDescriptor x(smem_address(x_box), BOX_BYTES);
 #pragma unroll
         for (int k = 0; k < 4; ++k) product_registers_by_rows<64>(y, decayed[h][k], x.at(k * 16 * 128));
         wgmma_commit_group();
-        wgmma_wait_group<0>();
-
-        FragmentA<X> weighted_x[4];
-        load_weighted_x(weighted_x, x_box, v.w());
-        wgmma_fence();
-        start_state_update(state[h], weighted_x, stage + B_OFFSET);
-        wgmma_commit_group();
+        if constexpr (ROOMY) {
+          start_state_update(state[h], weighted_x, stage + B_OFFSET);
+          wgmma_commit_group();
+        }
+        wgmma_wait_group<ROOMY>();  // S x
+        if constexpr (!ROOMY) {
+          load_weighted_x(weighted_x, x_box, v.w());
+          wgmma_fence();
+          start_state_update(state[h], weighted_x, stage + B_OFFSET);
+          wgmma_commit_group();
+        }
+        if (h == HEADS - 1) start_scores(chunk + 1 < chunks);
         store_output(args, s, chunk, s.head0 + consumer * HEADS + h, y, x_box, out + h * args.out_strides.head, barrier);
-        wgmma_wait_group<0>();
+        wgmma_wait_group<0>();  // the state update and C B^T of the next chunk
       }
       out += CHUNK * args.out_strides.token;
       __syncwarp();

@@ -36,7 +36,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 MAMBA2_REQUIRE(P01, X_DTYPE < 2, "16-bit inputs only: wgmma has no float32 product");
 MAMBA2_REQUIRE(P02, HEADDIM <= 64 && (DSTATE_BOXES == 1 || DSTATE_BOXES == 2 || DSTATE_BOXES == 4), "one 64-row tile of headdim, 64, 128 or 256 of dstate");
-MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS <= 128, "the states of a warpgroup must stay in registers");
+MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS <= (WITH_C && WARPGROUPS == 2 ? 64 : 128), "the states of a warpgroup must stay in registers");
 MAMBA2_REQUIRE(P04, ALIGNED == 1, "16-byte copies");
 MAMBA2_REQUIRE(P05, SEGMENT % CHUNK == 0, "a segment is whole chunks");
 
@@ -55,10 +55,11 @@ struct TensorMaps {
   TensorMap x, b, c;
 };
 
+// Two blocks share a multiprocessor where the states of a lone consumer warpgroup are small enough.
+constexpr int BLOCKS_PER_SM = WARPGROUPS == 1 && HEADS * STATE_REGISTERS <= 64 ? 2 : 1;
 // Registers after reallocation: what the block was launched with, moved from the producer to the consumers.
-constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? (USE_TMA ? 32 : 56) : USE_TMA ? 40 : 72;
-constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? (USE_TMA ? 216 : 184) : WARPGROUPS == 2 ? (USE_TMA ? 232 : 208) : USE_TMA ? 160 : 152;
-constexpr int BLOCKS_PER_SM = WARPGROUPS == 1 ? 2 : 1;
+constexpr int PRODUCER_REGISTERS = USE_TMA ? 40 : WARPGROUPS == 2 ? 72 : 64;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? (USE_TMA ? 232 : 208) : BLOCKS_PER_SM == 1 ? 240 : USE_TMA ? 216 : 192;
 
 struct Segment {
   int64 row;      // index along the batch axis
@@ -251,7 +252,8 @@ __device__ __forceinline__ void make_vectors(const ForwardArgs& args, const floa
 __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int HEADS_WARP = (HEADS_BLOCK + 3) / 4;
-  constexpr int DT_AHEAD = 2;  // raw dt is loaded two chunks before its use: a chunk is shorter than the latency of device memory
+  // Raw dt is loaded this many chunks before its use: a chunk is shorter than the latency of device memory.
+  constexpr int DT_AHEAD = USE_TMA && HEADS_WARP == 1 ? 4 : 2;
   float raw[DT_AHEAD][HEADS_WARP][2], a[HEADS_WARP], bias[HEADS_WARP];
   bool valid[HEADS_WARP];
 #pragma unroll

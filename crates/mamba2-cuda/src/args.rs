@@ -1,6 +1,7 @@
 //! The parameters of the kernels: the structs of `kernel-templates/common/args.cuh`, field by field. A test compares names and
 //! offsets with that file.
 
+use mamba2_spec::launch::LaunchPlan;
 use mamba2_spec::{HasMeta, Problem, StepProblem};
 
 use crate::tensor::DeviceTensor;
@@ -109,17 +110,14 @@ const _: () = assert!(size_of::<StepArgs>() == 11 * 8 + 18 * 8 + 3 * 8 + 3 * 8 +
 
 impl ForwardArgs {
     /// The fields that do not change from call to call.
-    pub fn of(problem: &Problem, chunk_size: u32) -> Result<ForwardArgs, CudaError> {
-        let chunk_slots = problem.chunk_slots(chunk_size as usize);
-        let chunks_per_row =
-            if problem.packed.is_some() { 0 } else { problem.seqlen.div_ceil(chunk_size as usize) };
+    pub fn of(problem: &Problem, plan: &LaunchPlan) -> Result<ForwardArgs, CudaError> {
         Ok(ForwardArgs {
             batch: narrow("batch", problem.batch)?,
             seqlen: narrow("seqlen", problem.seqlen)?,
             nheads: narrow("nheads", problem.nheads)?,
             sequences: narrow("sequences", problem.sequences())?,
-            chunk_slots: narrow("chunks of all sequences", chunk_slots)?,
-            chunks_per_row: narrow("chunks of a row", chunks_per_row)?,
+            chunk_slots: narrow("chunks of all sequences", plan.slots)?,
+            chunks_per_row: narrow("chunks of a row", plan.slots_per_row)?,
             dt_min: problem.dt_limit.min,
             dt_max: problem.dt_limit.max,
             ..ForwardArgs::default()
@@ -225,9 +223,14 @@ mod tests {
     #[test]
     fn counts_beyond_32_bits_are_refused_by_name() {
         let mut problem = Problem::new(1 << 30, 1 << 20, 1, 1, 1, 1);
-        let error = ForwardArgs::of(&problem, 64).expect_err("too many chunks");
+        let device = mamba2_spec::DeviceFacts::assumed(mamba2_spec::Arch(80));
+        let mut config = mamba2_spec::ThreeKernelConfig::default();
+        config.compute_out.chunk_size = 64;
+        let config = mamba2_spec::StrategyConfig::ThreeKernel(config);
+        let planned = |problem: &Problem| mamba2_spec::launch::plan(&config, problem, &device);
+        let error = ForwardArgs::of(&problem, &planned(&problem)).expect_err("too many chunks");
         assert!(matches!(error, CudaError::TooLarge { name: "chunks of all sequences", .. }), "{error}");
         problem.batch = 1;
-        assert_eq!(ForwardArgs::of(&problem, 64).expect("fits").chunks_per_row, 1 << 14);
+        assert_eq!(ForwardArgs::of(&problem, &planned(&problem)).expect("fits").chunks_per_row, 1 << 14);
     }
 }

@@ -63,44 +63,36 @@ pub enum CudaError {
         path: String,
     },
     /// This NVRTC cannot compile for the GPU.
-    #[error("NVRTC {version} ({path}) cannot compile for {arch}: it supports {supported:?}; {need}")]
+    #[error("NVRTC {nvrtc} cannot compile for {arch}: it supports {supported:?}; {need}")]
     UnsupportedArch {
         /// `sm_XX` that was asked for.
         arch: String,
-        /// Version of the library.
-        version: String,
-        /// The library.
-        path: String,
+        /// Version and path of the library.
+        nvrtc: String,
         /// Compute capabilities it knows, as `major * 10 + minor`.
         supported: Vec<u32>,
         /// Which side is too old.
         need: &'static str,
     },
     /// The kernel did not compile. The log is the compiler's, verbatim.
-    #[error("{source_name}: {kernel} does not compile for {arch} (NVRTC {version}, options {options})\n{log}")]
+    #[error("{source_name}: {kernel} does not compile ({compiler})\n{log}")]
     Compile {
         /// Kernel.
         kernel: String,
         /// Path of the template below kernel-templates/.
         source_name: String,
-        /// `sm_XX`.
-        arch: String,
-        /// Version of NVRTC.
-        version: String,
-        /// Options, as given to NVRTC.
-        options: String,
+        /// Version of NVRTC, and the options it was given, the architecture among them.
+        compiler: String,
         /// The compiler's log.
         log: String,
     },
     /// The kernel compiled, but breaks a promise of the compile gate.
-    #[error("{source_name}: {kernel} on {arch}: {fault}\n{log}")]
+    #[error("{source_name}: {kernel}: {fault}\n{log}")]
     Gate {
-        /// Kernel.
+        /// Kernel and architecture.
         kernel: String,
         /// Path of the template below kernel-templates/.
         source_name: String,
-        /// `sm_XX`.
-        arch: String,
         /// What is wrong: a spill, too much shared memory, too many registers.
         fault: String,
         /// The compiler's log.
@@ -108,14 +100,12 @@ pub enum CudaError {
     },
     /// The driver refused a compiled kernel.
     #[error(
-        "the driver (CUDA {driver}) refused {kernel}, compiled by NVRTC {nvrtc} for {arch}: {reason}; \
+        "the driver (CUDA {driver}) refused {kernel}, compiled by NVRTC {nvrtc}: {reason}; \
          a driver older than NVRTC needs an NVRTC of its own major version"
     )]
     ModuleRefused {
-        /// Kernel.
+        /// Kernel and architecture.
         kernel: String,
-        /// `sm_XX`.
-        arch: String,
         /// Version of NVRTC.
         nvrtc: String,
         /// CUDA version of the driver.

@@ -3,11 +3,12 @@ use std::sync::Arc;
 use mamba2_kernels::render;
 use mamba2_spec::launch::{KernelLaunch, LaunchPlan, WORKSPACE_ALIGN_BYTES, plan};
 use mamba2_spec::rules::check_strategy;
-use mamba2_spec::{ForwardInputs, ForwardOutputs, Problem, StrategyConfig, check_forward};
+use mamba2_spec::{ForwardInputs, ForwardOutputs, HasMeta, Problem, StrategyConfig, check_forward};
 use rayon::prelude::*;
 
 use crate::args::{ForwardArgs, Reader, first_stride, outer_strides, token_strides};
 use crate::module::Module;
+use crate::tensor_map::{TensorMap, TensorMaps};
 use crate::{Cubin, CudaError, Device, DeviceBuffer, DeviceTensor, Jit, Stream};
 
 /// A forward pass of one problem with one config, compiled and loaded: calls enqueue and nothing else.
@@ -80,13 +81,13 @@ impl LoadedForward {
         config: &StrategyConfig,
     ) -> Result<LoadedForward, CudaError> {
         check_strategy(config, problem, device.facts())?;
-        let fixed = ForwardArgs::of(problem, config.chunk_size())?;
+        let plan = plan(config, problem, device.facts());
+        let fixed = ForwardArgs::of(problem, &plan)?;
         let kernels = config
             .kernels()
             .par_iter()
             .map(|kernel| LoadedKernel::load(device, jit, &render(kernel, problem, device.facts())))
             .collect::<Result<Vec<_>, _>>()?;
-        let plan = plan(config, problem, device.facts());
         Ok(LoadedForward { device: device.clone(), problem: problem.clone(), config: *config, plan, kernels, fixed })
     }
 
@@ -132,7 +133,8 @@ impl LoadedForward {
         workspace: &DeviceBuffer,
     ) -> Result<(), CudaError> {
         let args = self.args(stream, inputs, outputs, workspace)?;
-        self.launch(stream, args, 0..self.kernels.len())
+        let maps = self.tensor_maps(inputs)?;
+        self.launch(stream, args, &maps, 0..self.kernels.len())
     }
 
     /// Enqueues kernel `index` alone, in the order of `plan().launches`, for timing. The kernels before it must have run on this
@@ -152,19 +154,37 @@ impl LoadedForward {
             return Err(CudaError::View { available: self.kernels.len(), needed: index + 1 });
         }
         let args = self.args(stream, inputs, outputs, workspace)?;
-        self.launch(stream, args, index..index + 1)
+        let maps = self.tensor_maps(inputs)?;
+        self.launch(stream, args, &maps, index..index + 1)
     }
 
-    fn launch(&self, stream: &Stream, mut args: ForwardArgs, which: std::ops::Range<usize>) -> Result<(), CudaError> {
+    fn launch(
+        &self,
+        stream: &Stream,
+        mut args: ForwardArgs,
+        maps: &TensorMaps,
+        which: std::ops::Range<usize>,
+    ) -> Result<(), CudaError> {
         let _bound = self.device.bind()?;
         for kernel in &self.kernels[which] {
             args.work_items = kernel.launch.work_items as i64;
-            // SAFETY: every kernel of a forward pass takes one ForwardArgs by value. Its pointers are those of tensors whose shapes,
-            // strides and dtypes were checked against the problem the kernel was compiled for; that they are valid was
-            // vouched for when they were made.
-            unsafe { kernel.module.launch(stream, &kernel.launch, &mut args) }?;
+            let maps = kernel.launch.kernel.takes_tensor_maps().then_some(maps);
+            // SAFETY: every kernel of a forward pass takes one ForwardArgs by value, and those that say so one TensorMaps after it. The
+            // pointers are those of tensors whose shapes, strides and dtypes were checked against the problem the kernel was
+            // compiled for; that they are valid was vouched for when they were made.
+            unsafe { kernel.module.launch(stream, &kernel.launch, &args, maps) }?;
         }
         Ok(())
+    }
+
+    /// The tensor maps of this call, empty if no kernel copies by them.
+    fn tensor_maps(&self, inputs: &ForwardInputs<DeviceTensor>) -> Result<TensorMaps, CudaError> {
+        let used = self.kernels.iter().any(|k| k.launch.kernel.takes_tensor_maps() && k.launch.grid > 0);
+        // Packed sequences end inside the tensor; their kernels copy without maps.
+        if !used || self.problem.packed.is_some() || inputs.x.meta().elems() == 0 {
+            return Ok(TensorMaps::default());
+        }
+        Ok(TensorMaps { x: TensorMap::of(&inputs.x)?, b: TensorMap::of(&inputs.b)?, c: TensorMap::of(&inputs.c)? })
     }
 
     /// Checks a call and fills its arguments. Allocates nothing.

@@ -36,6 +36,7 @@ mod nvrtc;
 mod step;
 mod stream;
 mod tensor;
+mod tensor_map;
 mod timer;
 
 pub use availability::{Availability, DriverInfo, NvrtcInfo, availability};

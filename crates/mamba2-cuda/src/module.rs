@@ -41,8 +41,7 @@ impl Module {
             CudaError::Driver { ref name, ref text, .. } if !e.is_fatal() && !e.is_out_of_memory() => {
                 let (major, minor) = device.driver_version();
                 CudaError::ModuleRefused {
-                    kernel: key.identity.kernel.clone(),
-                    arch: cubin.compiled.target.nvrtc_name(),
+                    kernel: format!("{} for {}", key.identity.kernel, cubin.compiled.target),
                     nvrtc: key.nvrtc.to_string(),
                     driver: format!("{major}.{minor}"),
                     reason: format!("{name} ({text})"),
@@ -87,16 +86,24 @@ impl Module {
         Ok(loaded)
     }
 
-    /// Enqueues one launch whose only parameter is `args`. The device's context must be current.
+    /// Enqueues one launch with `args` and, if the kernel takes a second parameter, `more`. The device's context must be current.
     ///
     /// # Safety
-    /// `A` is the parameter type of the kernel, and every pointer in it is valid on the device for what the kernel does.
-    pub unsafe fn launch<A>(&self, stream: &Stream, launch: &KernelLaunch, args: &mut A) -> Result<(), CudaError> {
+    /// `A` and `B` are the parameter types of the kernel (`more` is `None` if it has one), and every pointer in them is valid on
+    /// the device for what the kernel does.
+    pub unsafe fn launch<A, B>(
+        &self,
+        stream: &Stream,
+        launch: &KernelLaunch,
+        args: &A,
+        more: Option<&B>,
+    ) -> Result<(), CudaError> {
         if launch.grid == 0 {
             return Ok(());
         }
-        let mut parameters = [std::ptr::from_mut(args).cast::<c_void>()];
-        // SAFETY: one parameter of the kernel's type, by whoever calls; the driver copies it before it returns.
+        let more = more.map_or(std::ptr::null(), std::ptr::from_ref);
+        let mut parameters = [std::ptr::from_ref(args).cast_mut().cast::<c_void>(), more.cast_mut().cast::<c_void>()];
+        // SAFETY: parameters of the kernel's types, by whoever calls; the driver copies as many as the kernel has and writes none.
         check("cuLaunchKernel", unsafe {
             sys::cuLaunchKernel(
                 self.function,

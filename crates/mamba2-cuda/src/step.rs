@@ -75,7 +75,7 @@ impl LoadedStep {
         check_step(&self.problem, inputs, outputs)?;
         check_stream(stream, &self.device)?;
         let read = Reader { device: &self.device };
-        let mut args = StepArgs {
+        let args = StepArgs {
             state: read.address("state", &outputs.state)?,
             x: read.address("x", &inputs.x)?,
             dt: read.address("dt", &inputs.dt)?,
@@ -102,6 +102,6 @@ impl LoadedStep {
         let _bound = self.device.bind()?;
         // SAFETY: state_update takes one StepArgs by value. Its pointers are those of tensors that were checked against the problem the
         // kernel was compiled for; that they are valid was vouched for when they were made.
-        unsafe { self.kernel.module.launch(stream, &self.kernel.launch, &mut args) }
+        unsafe { self.kernel.module.launch(stream, &self.kernel.launch, &args, None::<&()>) }
     }
 }

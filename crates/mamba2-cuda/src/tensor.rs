@@ -34,6 +34,27 @@ impl DeviceTensor {
         DeviceTensor { address, meta, owner: None }
     }
 
+    /// A view of a cudarc slice, from its first element, for work on `stream`.
+    ///
+    /// # Errors
+    /// [`CudaError::View`] if the view reaches past the end of the slice.
+    ///
+    /// # Safety
+    /// The slice is of the device that the call will run on, its elements have the dtype of `meta`, it outlives the work enqueued with it, and
+    /// that work is enqueued on `stream` (or the caller orders the streams).
+    pub unsafe fn from_cudarc<T>(
+        slice: &impl cudarc::driver::DevicePtr<T>,
+        stream: &cudarc::driver::CudaStream,
+        meta: TensorMeta,
+    ) -> Result<DeviceTensor, CudaError> {
+        let (needed, available) = (span_bytes(&meta).unwrap_or(usize::MAX), slice.num_bytes());
+        if needed > available {
+            return Err(CudaError::View { available, needed });
+        }
+        let (address, _use) = slice.device_ptr(stream);
+        Ok(DeviceTensor { address, meta, owner: None })
+    }
+
     /// Address of element 0.
     pub fn address(&self) -> u64 {
         self.address

@@ -39,6 +39,7 @@ pub const HEADERS: &[(&str, &str)] = templates![
     "common/dtypes.cuh",
     "common/fragments.cuh",
     "common/require.cuh",
+    "common/sm90_pipeline.cuh",
     "common/softplus.cuh",
     "common/tiles.cuh",
     "common/work.cuh",
@@ -46,10 +47,21 @@ pub const HEADERS: &[(&str, &str)] = templates![
     "ptx/ldmatrix.cuh",
     "ptx/math.cuh",
     "ptx/mma.cuh",
+    "ptx/sm90_barrier.cuh",
+    "ptx/sm90_tma.cuh",
+    "ptx/sm90_wgmma.cuh",
 ];
 
 const ENTRIES: &[(&str, &str)] =
-    templates!["chunk_cumsum.cu", "fwd_pass_state.cu", "compute_out.cu", "state_update.cu"];
+    templates![
+    "chunk_cumsum.cu",
+    "fwd_pass_state.cu",
+    "compute_out.cu",
+    "sm90_segment_state.cu",
+    "segment_scan.cu",
+    "sm90_fused_forward.cu",
+    "state_update.cu",
+];
 
 /// The template of a kernel: file name and text.
 pub fn entry_file(kernel: Kernel) -> (&'static str, &'static str) {

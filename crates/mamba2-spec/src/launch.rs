@@ -1,6 +1,6 @@
 //! Everything derived from a problem and a config: grids, threads, shared memory, workspace. Pure functions, never stored.
 
-use crate::parameters::{ChunkCumsum, ComputeOut, FwdPassState, StateUpdate};
+use crate::parameters::{ChunkCumsum, ComputeOut, FwdPassState, SegmentScan, StateUpdate};
 use crate::{DeviceFacts, Kernel, KernelConfig, Problem, StepProblem, StrategyConfig};
 
 /// Tokens of one shared-memory tile in fwd_pass_state and compute_out.
@@ -45,7 +45,8 @@ pub struct Workspace {
     pub da_cumsum: Region,
     /// dt * exp2(G_last - G); as dt_out.
     pub state_weight: Region,
-    /// State at each chunk start, x's dtype, `[slots, nheads, headdim, dstate rounded up to 8]`.
+    /// Three kernels: state at each chunk start, x's dtype, `[slots, nheads, headdim, dstate rounded up to 8]`. Fused: f32, at each
+    /// segment start but a sequence's first; da_cumsum then holds each segment's whole G, `[slots, nheads]`.
     pub states: Region,
     /// Bytes of the whole.
     pub total_bytes: usize,
@@ -58,6 +59,10 @@ pub struct LaunchPlan {
     pub launches: Vec<KernelLaunch>,
     /// The caller's workspace.
     pub workspace: Workspace,
+    /// Chunk slots (three kernels) or segment items (fused) of all sequences.
+    pub slots: usize,
+    /// The same of one batch row; 0 when packed.
+    pub slots_per_row: usize,
 }
 
 /// dstate as stored in the workspace: rows stay 16-byte aligned.
@@ -103,12 +108,85 @@ fn compute_out_launch(c: &ComputeOut, problem: &Problem, device: &DeviceFacts) -
     launch(Kernel::ComputeOut, items, blocks, 32 * c.warps, c_tile + c.stages as usize * stage + vectors)
 }
 
+/// Tokens of a box, and of a chunk of the fused forward.
+const SM90_CHUNK: usize = 64;
+const SM90_BOX_BYTES: usize = SM90_CHUNK * 128;
+
+/// Segment items of all sequences: as [`Problem::chunk_slots`], but an empty sequence has one, for its final state.
+fn segment_items(segment: u32, problem: &Problem) -> usize {
+    match (problem.packed, segment) {
+        (Some(sequences), 0) => sequences,
+        (Some(sequences), n) => problem.seqlen / n as usize + sequences,
+        (None, _) => problem.batch * segments_per_row(segment, problem),
+    }
+}
+
+fn segments_per_row(segment: u32, problem: &Problem) -> usize {
+    if segment == 0 { 1 } else { problem.seqlen.div_ceil(segment as usize).max(1) }
+}
+
+/// Segment starts that are kept: all but the first of each row. Packed rows keep a slot for each item.
+fn segment_slots(segment: u32, problem: &Problem) -> usize {
+    match (problem.packed, segment) {
+        (_, 0) => 0,
+        (Some(_), _) => segment_items(segment, problem),
+        (None, _) => problem.batch * (segments_per_row(segment, problem) - 1),
+    }
+}
+
+/// Parameters and shape of a kernel of the fused forward.
+struct Sm90Launch {
+    kernel: Kernel,
+    segment: u32,
+    heads: u32,
+    warpgroups: u32,
+    stages: u32,
+}
+
+impl Sm90Launch {
+    fn launch(&self, problem: &Problem) -> KernelLaunch {
+        let with_c = self.kernel == Kernel::Sm90FusedForward;
+        let boxes = problem.dstate.div_ceil(64);
+        let heads = (self.heads * self.warpgroups) as usize;
+        let tiles = (boxes * if with_c { 2 } else { 1 } + heads) * SM90_BOX_BYTES;
+        let vectors = (heads * 3 * SM90_CHUNK * 4).next_multiple_of(1024);
+        let states = if with_c { self.warpgroups as usize * boxes * SM90_BOX_BYTES } else { 0 };
+        let blocks = problem.ngroups * problem.heads_per_group().div_ceil(heads);
+        let items = (segment_items(self.segment, problem) * blocks) as u64;
+        launch(self.kernel, items, items, 128 * (self.warpgroups + 1), 1024 + self.stages as usize * (tiles + vectors) + states)
+    }
+}
+
+fn segment_scan_launch(_: &SegmentScan, problem: &Problem) -> KernelLaunch {
+    const THREADS: usize = 256;
+    let blocks = (problem.headdim * states_row_elems(problem)).div_ceil(4 * THREADS);
+    let items = (problem.sequences() * problem.nheads * blocks) as u64;
+    launch(Kernel::SegmentScan, items, items, THREADS as u32, 0)
+}
+
 /// Launch of one kernel of the forward pass. The config need not be legal; sizes are still meaningful for messages.
 pub fn kernel_launch(config: &KernelConfig, problem: &Problem, device: &DeviceFacts) -> KernelLaunch {
     match config {
         KernelConfig::ChunkCumsum(c) => chunk_cumsum_launch(c, problem),
         KernelConfig::FwdPassState(c) => fwd_pass_state_launch(c, problem),
         KernelConfig::ComputeOut(c) => compute_out_launch(c, problem, device),
+        KernelConfig::Sm90SegmentState(c) => Sm90Launch {
+            kernel: Kernel::Sm90SegmentState,
+            segment: c.segment,
+            heads: c.heads,
+            warpgroups: c.warpgroups,
+            stages: c.stages,
+        }
+        .launch(problem),
+        KernelConfig::SegmentScan(c) => segment_scan_launch(c, problem),
+        KernelConfig::Sm90FusedForward(c) => Sm90Launch {
+            kernel: Kernel::Sm90FusedForward,
+            segment: c.segment,
+            heads: c.heads,
+            warpgroups: c.warpgroups,
+            stages: c.stages,
+        }
+        .launch(problem),
         KernelConfig::StateUpdate(_) => launch(Kernel::StateUpdate, 0, 0, 32, 0),
     }
 }
@@ -126,7 +204,18 @@ fn launch(kernel: Kernel, work_items: u64, blocks: u64, threads: u32, smem_bytes
 /// Launches and workspace of a whole strategy.
 pub fn plan(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) -> LaunchPlan {
     let launches = config.kernels().iter().map(|k| kernel_launch(k, problem, device)).collect();
-    LaunchPlan { launches, workspace: workspace(config, problem) }
+    let (slots, slots_per_row) = match config {
+        StrategyConfig::ThreeKernel(_) => {
+            let chunk_size = config.chunk_size() as usize;
+            (problem.chunk_slots(chunk_size), problem.seqlen.div_ceil(chunk_size))
+        }
+        StrategyConfig::Sm90Fused(c) => {
+            let segment = c.fused_forward.segment;
+            (segment_items(segment, problem), segments_per_row(segment, problem))
+        }
+    };
+    let slots_per_row = if problem.packed.is_some() { 0 } else { slots_per_row };
+    LaunchPlan { launches, workspace: workspace(config, problem), slots, slots_per_row }
 }
 
 fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
@@ -136,21 +225,29 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
         at += bytes.next_multiple_of(WORKSPACE_ALIGN_BYTES);
         region
     };
-    let chunk_size = config.chunk_size() as usize;
-    let slots = problem.chunk_slots(chunk_size);
-    let per_token = slots * problem.nheads * chunk_size * 4;
-    let states = slots * problem.nheads * problem.headdim * states_row_elems(problem) * problem.dtype.size_bytes();
-    match config {
+    let state_elems = problem.nheads * problem.headdim * states_row_elems(problem);
+    let mut workspace = match config {
         StrategyConfig::ThreeKernel(_) => {
-            let mut w = Workspace {
+            let chunk_size = config.chunk_size() as usize;
+            let slots = problem.chunk_slots(chunk_size);
+            let per_token = slots * problem.nheads * chunk_size * 4;
+            Workspace {
                 dt_out: region(per_token),
                 da_cumsum: region(per_token),
                 state_weight: region(per_token),
-                states: region(states),
+                states: region(slots * state_elems * problem.dtype.size_bytes()),
                 total_bytes: 0,
-            };
-            w.total_bytes = at;
-            w
+            }
         }
-    }
+        StrategyConfig::Sm90Fused(c) => {
+            let slots = segment_slots(c.fused_forward.segment, problem);
+            Workspace {
+                da_cumsum: region(slots * problem.nheads * 4),
+                states: region(slots * state_elems * 4),
+                ..Workspace::default()
+            }
+        }
+    };
+    workspace.total_bytes = at;
+    workspace
 }

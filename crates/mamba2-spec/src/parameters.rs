@@ -246,7 +246,7 @@ parameter_table! {
         /// 0: h[p, n] = (w x)^T B, x is scaled in registers. 1: h^T[n, p] = (w B)^T x, B is scaled in registers.
         swap_ab: SWAP_AB = 0 in [0, 1] unit "flag";
         /// Token tiles in flight.
-        stages: STAGES = 3 in [2, 3, 4] unit "tiles";
+        stages: STAGES = 4 in [2, 3, 4, 6] unit "tiles";
         /// Warps per block.
         warps: WARPS = 4 in [4, 8] unit "warps";
     }
@@ -273,6 +273,36 @@ parameter_table! {
         stages: STAGES = 3 in [2, 3, 4] unit "tiles";
         /// Warps per block; each owns 16 rows of the chunk.
         warps: WARPS = 4 in [4, 8] unit "warps";
+    }
+
+    /// Parameters of `sm90_segment_state`: the state each segment adds, from a zero start.
+    Sm90SegmentState for Sm90SegmentState {
+        /// Tokens of a sequence that one block takes; 0: the whole sequence, and this kernel is not launched.
+        segment: SEGMENT = 1024 in [0, 128, 256, 512, 1024, 2048, 4096, 8192] unit "tokens";
+        /// Heads per consumer warpgroup.
+        heads: HEADS = 1 in [1, 2] unit "heads";
+        /// Consumer warpgroups per block.
+        warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
+        /// 64-token chunks in flight.
+        stages: STAGES = 3 in [2, 3, 4] unit "chunks";
+    }
+
+    /// Parameters of `segment_scan`: the state at each segment's start.
+    SegmentScan for SegmentScan {
+        /// Tokens per segment.
+        segment: SEGMENT = 1024 in [0, 128, 256, 512, 1024, 2048, 4096, 8192] unit "tokens";
+    }
+
+    /// Parameters of `sm90_fused_forward`: Y and the final state, states in registers from chunk to chunk.
+    Sm90FusedForward for Sm90FusedForward {
+        /// Tokens of a sequence that one block takes; 0: the whole sequence.
+        segment: SEGMENT = 1024 in [0, 128, 256, 512, 1024, 2048, 4096, 8192] unit "tokens";
+        /// Heads per consumer warpgroup; they share one C B^T.
+        heads: HEADS = 1 in [1, 2] unit "heads";
+        /// Consumer warpgroups per block; they share the B and C tiles.
+        warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
+        /// 64-token chunks in flight.
+        stages: STAGES = 2 in [2, 3, 4] unit "chunks";
     }
 
     /// Parameters of `state_update`: one decode step on a paged state cache.

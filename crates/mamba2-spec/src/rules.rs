@@ -2,8 +2,11 @@
 //! CUDA template (`MAMBA2_REQUIRE(C01, ...)`); a test in mamba2-kernels pairs the two lists.
 
 use crate::launch::{kernel_launch, step_launch};
-use crate::parameters::{ComputeOut, FwdPassState, StateUpdate};
-use crate::{ChunkSize, DeviceFacts, KernelConfig, Problem, SpecError, StepProblem, StrategyConfig};
+use crate::parameters::{ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90FusedForward, Sm90SegmentState, StateUpdate};
+use crate::{
+    Alignment, ChunkSize, DeviceFacts, Dtype, Kernel, KernelConfig, Problem, Sm90FusedConfig, SpecError, StepProblem,
+    StrategyConfig, ThreeKernelConfig,
+};
 
 /// A legality rule.
 #[derive(Debug, PartialEq, Eq)]
@@ -24,7 +27,7 @@ macro_rules! rules {
 }
 
 rules! {
-    S01 false "the kernels of a strategy agree on chunk_size and layout: one writes what the next reads";
+    S01 false "the kernels of a strategy agree on chunk_size and layout, or on segment: one writes what the next reads";
     S02 false "a fixed chunk_size of the problem is the chunk_size of every kernel";
     S03 false "shared memory fits what one block may opt in to on the device";
     F01 true "CHUNK_SIZE is a multiple of the 64-token tile";
@@ -36,6 +39,14 @@ rules! {
     O03 true "BLOCK_H divides the heads of a group: they share B and C";
     O04 false "the registers the tiles need fit the budget that OCCUPANCY leaves: more spills";
     O05 false "a block is not wider than the padded tensor: the rest would be work on zeros";
+    P01 true "16-bit inputs only: wgmma has no float32 product";
+    P02 true "headdim fits one 64-row tile, dstate padded to 64 is 64, 128 or 256";
+    P03 true "the states of a warpgroup, and what the products need beside them, stay in registers";
+    P04 true "16-byte copies need 16-byte aligned views";
+    P05 true "a segment is whole 64-token chunks";
+    P06 false "wgmma exists on compute capability 9.0 only";
+    P07 false "a segment is shorter than the sequence, and a sequence has at most 128 of them: the scan is serial";
+    P08 false "at most a third of the heads a block computes are padding of its group";
     U01 true "WARPS * 32 threads hold whole rows: ROW_THREADS divides a warp";
     U02 true "BLOCK_HEAD is a multiple of the rows one pass of the block covers";
     U03 false "a block is not taller than the padded headdim";
@@ -71,6 +82,18 @@ pub fn check_kernel(config: &KernelConfig, problem: &Problem, device: &DeviceFac
         KernelConfig::ComputeOut(c) => {
             check_compute_out(config, c, problem)?;
             c.chunk_size
+        }
+        KernelConfig::Sm90SegmentState(c) => {
+            check_sm90(config, c.segment, c.heads, c.warpgroups, false, problem, device)?;
+            64
+        }
+        KernelConfig::SegmentScan(c) => {
+            check_segment(config, c.segment, problem, false)?;
+            64
+        }
+        KernelConfig::Sm90FusedForward(c) => {
+            check_sm90(config, c.segment, c.heads, c.warpgroups, true, problem, device)?;
+            64
         }
         KernelConfig::StateUpdate(_) => {
             return require(config, "S02", false, || "state_update is not part of a forward pass".into());
@@ -109,7 +132,7 @@ fn check_fwd_pass_state(config: &KernelConfig, c: &FwdPassState, problem: &Probl
 /// Registers compute_out needs per thread, from counting its tiles and reading ptxas reports: Y of every head, raw and scaled
 /// C B^T, fragments and addresses.
 fn compute_out_registers(c: &ComputeOut, problem: &Problem) -> u32 {
-    let wide = problem.dtype == crate::Dtype::F32;
+    let wide = problem.dtype == Dtype::F32;
     let y = c.block_h * c.block_head / 2;
     y + 32 + if wide { 72 } else { 60 }
 }
@@ -128,27 +151,63 @@ fn check_compute_out(config: &KernelConfig, c: &ComputeOut, problem: &Problem) -
     })
 }
 
+/// `whole`: segment 0, the whole sequence at once, is a choice.
+fn check_segment(config: &KernelConfig, segment: u32, problem: &Problem, whole: bool) -> Result<(), SpecError> {
+    let segments = if segment == 0 { 1 } else { problem.seqlen.div_ceil(segment as usize) };
+    require(config, "P07", if segment == 0 { whole } else { (2..=128).contains(&segments) }, || {
+        format!("segments of {segment} tokens, {} tokens", problem.seqlen)
+    })
+}
+
+#[allow(clippy::too_many_arguments)] // one kernel's parameters, by name
+fn check_sm90(
+    config: &KernelConfig,
+    segment: u32,
+    heads: u32,
+    warpgroups: u32,
+    with_c: bool,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Result<(), SpecError> {
+    require(config, "P06", device.arch.has_wgmma(), || format!("{}", device.arch))?;
+    require(config, "P01", problem.dtype != Dtype::F32, || format!("dtype {}", problem.dtype))?;
+    let padded = problem.dstate.next_multiple_of(64) as u32;
+    require(config, "P02", problem.headdim <= 64 && matches!(padded, 64 | 128 | 256), || {
+        format!("headdim {}, dstate {}", problem.headdim, problem.dstate)
+    })?;
+    let (registers, room) = (heads * padded / 2, if with_c { 64 } else { 128 });
+    require(config, "P03", registers <= room, || format!("{registers} state registers a thread, room for {room}"))?;
+    require(config, "P04", problem.alignment == Alignment::Bytes16, || format!("{:?}", problem.alignment))?;
+    require(config, "P05", segment.is_multiple_of(64), || format!("SEGMENT = {segment}"))?;
+    check_segment(config, segment, problem, with_c)?;
+    let (group, block) = (problem.heads_per_group(), (heads * warpgroups) as usize);
+    require(config, "P08", block == 1 || 2 * group.next_multiple_of(block) <= 3 * group, || {
+        format!("{block} heads a block, {group} a group")
+    })
+}
+
 /// Checks a whole strategy.
 ///
 /// # Errors
 /// [`SpecError::Rule`] with the first rule broken, or whatever [`Problem::check`] refuses.
 pub fn check_strategy(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) -> Result<(), SpecError> {
     problem.check()?;
-    for kernel in config.kernels() {
-        check_kernel(&kernel, problem, device)?;
+    let kernels = config.kernels();
+    for kernel in &kernels {
+        check_kernel(kernel, problem, device)?;
     }
-    match config {
-        StrategyConfig::ThreeKernel(c) => {
-            let shared = [
-                (c.chunk_cumsum.chunk_size, c.chunk_cumsum.layout),
-                (c.fwd_pass_state.chunk_size, c.fwd_pass_state.layout),
-                (c.compute_out.chunk_size, c.compute_out.layout),
-            ];
-            require(&KernelConfig::ComputeOut(c.compute_out), "S01", shared.iter().all(|s| *s == shared[0]), || {
-                format!("(chunk_size, layout) = {shared:?}")
-            })
+    let agreements: Vec<(u32, u32)> = match config {
+        StrategyConfig::ThreeKernel(c) => vec![
+            (c.chunk_cumsum.chunk_size, c.chunk_cumsum.layout),
+            (c.fwd_pass_state.chunk_size, c.fwd_pass_state.layout),
+            (c.compute_out.chunk_size, c.compute_out.layout),
+        ],
+        StrategyConfig::Sm90Fused(c) => {
+            [c.segment_state.segment, c.segment_scan.segment, c.fused_forward.segment].map(|s| (s, 0)).to_vec()
         }
-    }
+    };
+    let last = kernels.last().expect("a strategy should have kernels");
+    require(last, "S01", agreements.iter().all(|a| *a == agreements[0]), || format!("{agreements:?}"))
 }
 
 /// Checks a decode config.
@@ -168,62 +227,128 @@ pub fn check_step_config(c: &StateUpdate, problem: &StepProblem, device: &Device
 }
 
 /// Every legal config of one kernel of the forward pass, in the fixed order of the table.
-pub fn legal_kernel_configs(kernel: crate::Kernel, problem: &Problem, device: &DeviceFacts) -> Vec<KernelConfig> {
+pub fn legal_kernel_configs(kernel: Kernel, problem: &Problem, device: &DeviceFacts) -> Vec<KernelConfig> {
     KernelConfig::space(kernel).into_iter().filter(|c| check_kernel(c, problem, device).is_ok()).collect()
 }
 
 /// Every legal config of the decode step.
 pub fn legal_step_configs(problem: &StepProblem, device: &DeviceFacts) -> Vec<StateUpdate> {
-    use crate::parameters::Parameters;
     StateUpdate::space().into_iter().filter(|c| check_step_config(c, problem, device).is_ok()).collect()
 }
 
-/// The untuned config for a problem: the table's defaults where they are legal, else the legal config nearest to them.
+/// The untuned config for a problem: on Hopper the fused forward with enough segments to fill the GPU where that is legal, else
+/// three kernels with the table's defaults, or the legal config nearest to them.
 ///
 /// # Errors
 /// [`SpecError::NoConfig`] naming the sizes and the limit, if nothing fits the device.
 pub fn default_strategy(problem: &Problem, device: &DeviceFacts) -> Result<StrategyConfig, SpecError> {
+    check_problem_on(problem, device)?;
+    match default_sm90_fused(problem, device) {
+        Some(config) => Ok(config),
+        None => default_three_kernel(problem, device).map(StrategyConfig::ThreeKernel),
+    }
+}
+
+fn check_problem_on(problem: &Problem, device: &DeviceFacts) -> Result<(), SpecError> {
     problem.check()?;
     device.arch.require_supported()?;
-    if let ChunkSize::Fixed(n) = problem.chunk_size
-        && ![64, 128, 256].contains(&n)
-    {
-        return Err(SpecError::Size {
+    match problem.chunk_size {
+        ChunkSize::Fixed(n) if ![64, 128, 256].contains(&n) => Err(SpecError::Size {
             name: "chunk_size",
             expected: "64, 128 or 256 on CUDA (the CPU backend takes any)".into(),
             got: n.to_string(),
-        });
+        }),
+        _ => Ok(()),
     }
-    let preferred = match problem.chunk_size {
-        ChunkSize::Fixed(n) => n,
-        ChunkSize::Tuned => 128,
-    };
-    for chunk_size in [preferred, 64, 128, 256] {
-        if let Some(config) = default_with_chunk_size(problem, device, chunk_size) {
-            return Ok(config);
-        }
-    }
-    Err(SpecError::NoConfig(format!(
-        "headdim {} and dstate {} in {} need more than the {} bytes of shared memory of one block on {}",
-        problem.headdim, problem.dstate, problem.dtype, device.shared_memory_optin_bytes, device.name
-    )))
 }
 
-fn default_with_chunk_size(problem: &Problem, device: &DeviceFacts, chunk_size: u32) -> Option<StrategyConfig> {
-    let chunk_cumsum = crate::parameters::ChunkCumsum { chunk_size, ..Default::default() };
-    let layout = chunk_cumsum.layout;
-    let fwd_pass_state = nearest_to_default(FwdPassState { chunk_size, layout, ..Default::default() }, |c| {
-        check_kernel(&KernelConfig::FwdPassState(*c), problem, device).is_ok() && c.chunk_size == chunk_size && c.layout == layout
+/// The untuned config of the three-kernel strategy.
+///
+/// # Errors
+/// [`SpecError::NoConfig`] naming the sizes and the limit, if nothing fits the device.
+pub fn default_three_kernel(problem: &Problem, device: &DeviceFacts) -> Result<ThreeKernelConfig, SpecError> {
+    check_problem_on(problem, device)?;
+    let preferred = match problem.chunk_size {
+        ChunkSize::Fixed(n) => n,
+        ChunkSize::Tuned => 64,
+    };
+    [preferred, 128, 256]
+        .into_iter()
+        .find_map(|chunk_size| three_kernel_for(problem, device, chunk_size, 0))
+        .ok_or_else(|| {
+            SpecError::NoConfig(format!(
+                "headdim {} and dstate {} in {} need more than the {} bytes of shared memory of one block on {}",
+                problem.headdim, problem.dstate, problem.dtype, device.shared_memory_optin_bytes, device.name
+            ))
+        })
+}
+
+/// The three kernels' configs nearest to the table's defaults for one chunk_size and layout.
+fn three_kernel_for(problem: &Problem, device: &DeviceFacts, chunk_size: u32, layout: u32) -> Option<ThreeKernelConfig> {
+    let chunk_cumsum = nearest(crate::parameters::ChunkCumsum { chunk_size, layout, ..Default::default() }, |c| {
+        (c.chunk_size, c.layout) == (chunk_size, layout) && check_kernel(&KernelConfig::ChunkCumsum(*c), problem, device).is_ok()
     })?;
-    let compute_out = nearest_to_default(ComputeOut { chunk_size, layout, ..Default::default() }, |c| {
-        check_kernel(&KernelConfig::ComputeOut(*c), problem, device).is_ok() && c.chunk_size == chunk_size && c.layout == layout
+    let fwd_pass_state = nearest(FwdPassState { chunk_size, layout, ..Default::default() }, |c| {
+        (c.chunk_size, c.layout) == (chunk_size, layout) && check_kernel(&KernelConfig::FwdPassState(*c), problem, device).is_ok()
     })?;
-    let config = StrategyConfig::ThreeKernel(crate::ThreeKernelConfig { chunk_cumsum, fwd_pass_state, compute_out });
-    check_strategy(&config, problem, device).is_ok().then_some(config)
+    let compute_out = nearest(ComputeOut { chunk_size, layout, ..Default::default() }, |c| {
+        (c.chunk_size, c.layout) == (chunk_size, layout) && check_kernel(&KernelConfig::ComputeOut(*c), problem, device).is_ok()
+    })?;
+    Some(ThreeKernelConfig { chunk_cumsum, fwd_pass_state, compute_out })
+}
+
+/// The fused configs nearest to the table's defaults for one segment length.
+fn sm90_fused_for(problem: &Problem, device: &DeviceFacts, segment: u32) -> Option<Sm90FusedConfig> {
+    let fused_forward = nearest(Sm90FusedForward { segment, ..Default::default() }, |c| {
+        c.segment == segment && check_kernel(&KernelConfig::Sm90FusedForward(*c), problem, device).is_ok()
+    })?;
+    let segment_scan = SegmentScan { segment };
+    let segment_state = if segment == 0 {
+        Sm90SegmentState { segment, ..Default::default() }
+    } else {
+        check_kernel(&KernelConfig::SegmentScan(segment_scan), problem, device).ok()?;
+        nearest(Sm90SegmentState { segment, ..Default::default() }, |c| {
+            c.segment == segment && check_kernel(&KernelConfig::Sm90SegmentState(*c), problem, device).is_ok()
+        })?
+    };
+    Some(Sm90FusedConfig { segment_state, segment_scan, fused_forward })
+}
+
+/// The longest segment that still gives nine blocks for ten multiprocessors, else the one with the most blocks.
+fn default_sm90_fused(problem: &Problem, device: &DeviceFacts) -> Option<StrategyConfig> {
+    let mut options: Vec<(u64, Sm90FusedConfig)> = Sm90FusedForward::ROWS[0]
+        .domain
+        .iter()
+        .filter_map(|segment| sm90_fused_for(problem, device, *segment))
+        .map(|c| (kernel_launch(&KernelConfig::Sm90FusedForward(c.fused_forward), problem, device).work_items, c))
+        .collect();
+    options.sort_by_key(|(blocks, _)| *blocks);
+    let enough = u64::from(device.sm_count) * 9 / 10;
+    let chosen = options.iter().find(|(blocks, _)| *blocks >= enough).or(options.last())?;
+    Some(StrategyConfig::Sm90Fused(chosen.1))
+}
+
+/// One config for every way a strategy's kernels can agree (chunk_size and layout, or segment): the starting points of a search,
+/// each kernel of which may then be replaced by any other legal config that keeps the agreement.
+pub fn agreement_defaults(problem: &Problem, device: &DeviceFacts) -> Vec<StrategyConfig> {
+    let rows = crate::parameters::ChunkCumsum::ROWS;
+    let three = rows[0].domain.iter().flat_map(|chunk_size| {
+        rows[1].domain.iter().filter_map(|layout| three_kernel_for(problem, device, *chunk_size, *layout))
+    });
+    let fused = Sm90FusedForward::ROWS[0].domain.iter().filter_map(|segment| sm90_fused_for(problem, device, *segment));
+    three.map(StrategyConfig::ThreeKernel).chain(fused.map(StrategyConfig::Sm90Fused)).collect()
+}
+
+/// Every legal config of `kernel` that can stand in `within` without breaking its agreement, in the fixed order of the table.
+pub fn alternatives(within: &StrategyConfig, kernel: Kernel, problem: &Problem, device: &DeviceFacts) -> Vec<KernelConfig> {
+    KernelConfig::space(kernel)
+        .into_iter()
+        .filter(|c| within.with_kernel(*c).is_some_and(|s| check_strategy(&s, problem, device).is_ok()))
+        .collect()
 }
 
 /// The legal config that differs from `wanted` in the fewest parameters; the table's order breaks ties.
-fn nearest_to_default<P: crate::parameters::Parameters>(wanted: P, legal: impl Fn(&P) -> bool) -> Option<P> {
+fn nearest<P: Parameters>(wanted: P, legal: impl Fn(&P) -> bool) -> Option<P> {
     let distance = |c: &P| (0..P::ROWS.len()).filter(|i| c.value(*i) != wanted.value(*i)).count();
     P::space().into_iter().filter(|c| legal(c)).min_by_key(distance)
 }
@@ -235,6 +360,6 @@ fn nearest_to_default<P: crate::parameters::Parameters>(wanted: P, legal: impl F
 pub fn default_step(problem: &StepProblem, device: &DeviceFacts) -> Result<StateUpdate, SpecError> {
     problem.check()?;
     device.arch.require_supported()?;
-    nearest_to_default(StateUpdate::default(), |c| check_step_config(c, problem, device).is_ok())
+    nearest(StateUpdate::default(), |c| check_step_config(c, problem, device).is_ok())
         .ok_or_else(|| SpecError::NoConfig(format!("headdim {} and dstate {}", problem.headdim, problem.dstate)))
 }

@@ -3,7 +3,9 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::SpecError;
-use crate::parameters::{ChunkCumsum, ComputeOut, FwdPassState, Parameters, StateUpdate};
+use crate::parameters::{
+    ChunkCumsum, ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90FusedForward, Sm90SegmentState, StateUpdate,
+};
 
 /// A kernel of `kernel-templates/`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -15,13 +17,37 @@ pub enum Kernel {
     FwdPassState,
     /// Y.
     ComputeOut,
+    /// State that each segment adds (Hopper).
+    Sm90SegmentState,
+    /// State at each segment's start.
+    SegmentScan,
+    /// Y and the final state in one pass (Hopper).
+    Sm90FusedForward,
     /// One decode step.
     StateUpdate,
 }
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Kernel; 4] = [Kernel::ChunkCumsum, Kernel::FwdPassState, Kernel::ComputeOut, Kernel::StateUpdate];
+    pub const ALL: [Kernel; 7] = [
+        Kernel::ChunkCumsum,
+        Kernel::FwdPassState,
+        Kernel::ComputeOut,
+        Kernel::Sm90SegmentState,
+        Kernel::SegmentScan,
+        Kernel::Sm90FusedForward,
+        Kernel::StateUpdate,
+    ];
+
+    /// True for kernels of wgmma and TMA: they compile for sm_90a only.
+    pub const fn needs_wgmma(self) -> bool {
+        matches!(self, Kernel::Sm90SegmentState | Kernel::Sm90FusedForward)
+    }
+
+    /// True if the kernel takes tensor maps of x, B and C beside its arguments.
+    pub const fn takes_tensor_maps(self) -> bool {
+        self.needs_wgmma()
+    }
 
     /// Name of the kernel, of its template file (without `.cu`) and of its entry function.
     pub const fn name(self) -> &'static str {
@@ -29,6 +55,9 @@ impl Kernel {
             Kernel::ChunkCumsum => "chunk_cumsum",
             Kernel::FwdPassState => "fwd_pass_state",
             Kernel::ComputeOut => "compute_out",
+            Kernel::Sm90SegmentState => "sm90_segment_state",
+            Kernel::SegmentScan => "segment_scan",
+            Kernel::Sm90FusedForward => "sm90_fused_forward",
             Kernel::StateUpdate => "state_update",
         }
     }
@@ -64,12 +93,26 @@ pub struct ThreeKernelConfig {
     pub compute_out: ComputeOut,
 }
 
+/// Configs of the fused Hopper forward. `segment` agrees (rule S01); with `segment` 0 only the last kernel is launched.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sm90FusedConfig {
+    /// First launch.
+    pub segment_state: Sm90SegmentState,
+    /// Second launch.
+    pub segment_scan: SegmentScan,
+    /// Third launch.
+    pub fused_forward: Sm90FusedForward,
+}
+
 /// How a forward pass is done, with every searched parameter. The only thing a tuning database stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(tag = "strategy", rename_all = "snake_case")]
 pub enum StrategyConfig {
     /// chunk_cumsum, fwd_pass_state, compute_out.
     ThreeKernel(ThreeKernelConfig),
+    /// sm90_segment_state, segment_scan, sm90_fused_forward.
+    Sm90Fused(Sm90FusedConfig),
 }
 
 impl StrategyConfig {
@@ -77,6 +120,7 @@ impl StrategyConfig {
     pub fn name(&self) -> &'static str {
         match self {
             StrategyConfig::ThreeKernel(_) => "three_kernel",
+            StrategyConfig::Sm90Fused(_) => "sm90_fused",
         }
     }
 
@@ -84,6 +128,7 @@ impl StrategyConfig {
     pub fn chunk_size(&self) -> u32 {
         match self {
             StrategyConfig::ThreeKernel(c) => c.compute_out.chunk_size,
+            StrategyConfig::Sm90Fused(_) => 64,
         }
     }
 
@@ -95,6 +140,39 @@ impl StrategyConfig {
                 KernelConfig::FwdPassState(c.fwd_pass_state),
                 KernelConfig::ComputeOut(c.compute_out),
             ],
+            StrategyConfig::Sm90Fused(c) if c.fused_forward.segment == 0 => {
+                vec![KernelConfig::Sm90FusedForward(c.fused_forward)]
+            }
+            StrategyConfig::Sm90Fused(c) => vec![
+                KernelConfig::Sm90SegmentState(c.segment_state),
+                KernelConfig::SegmentScan(c.segment_scan),
+                KernelConfig::Sm90FusedForward(c.fused_forward),
+            ],
+        }
+    }
+
+    /// The same strategy with one kernel's config replaced; `None` if the strategy has no such kernel.
+    pub fn with_kernel(mut self, kernel: KernelConfig) -> Option<StrategyConfig> {
+        match (&mut self, kernel) {
+            (StrategyConfig::ThreeKernel(c), KernelConfig::ChunkCumsum(k)) => c.chunk_cumsum = k,
+            (StrategyConfig::ThreeKernel(c), KernelConfig::FwdPassState(k)) => c.fwd_pass_state = k,
+            (StrategyConfig::ThreeKernel(c), KernelConfig::ComputeOut(k)) => c.compute_out = k,
+            (StrategyConfig::Sm90Fused(c), KernelConfig::Sm90SegmentState(k)) => c.segment_state = k,
+            (StrategyConfig::Sm90Fused(c), KernelConfig::SegmentScan(k)) => c.segment_scan = k,
+            (StrategyConfig::Sm90Fused(c), KernelConfig::Sm90FusedForward(k)) => c.fused_forward = k,
+            _ => return None,
+        }
+        Some(self)
+    }
+
+    /// What the kernels of the strategy agree on, as in `chunk_size=128,layout=bht`.
+    pub fn agreement(&self) -> String {
+        match self {
+            StrategyConfig::ThreeKernel(c) => {
+                let layout = ChunkCumsum::ROWS.iter().find(|r| r.name == "layout").expect("chunk_cumsum should have a layout");
+                format!("chunk_size={},layout={}", c.compute_out.chunk_size, layout.display(c.compute_out.layout))
+            }
+            StrategyConfig::Sm90Fused(c) => format!("segment={}", c.fused_forward.segment),
         }
     }
 }
@@ -151,4 +229,4 @@ macro_rules! kernel_config {
     };
 }
 
-kernel_config!(ChunkCumsum, FwdPassState, ComputeOut, StateUpdate);
+kernel_config!(ChunkCumsum, FwdPassState, ComputeOut, Sm90SegmentState, SegmentScan, Sm90FusedForward, StateUpdate);

@@ -265,6 +265,9 @@ fn kernel_value(config: &KernelConfig) -> Value {
         KernelConfig::ChunkCumsum(c) => to_value(c),
         KernelConfig::FwdPassState(c) => to_value(c),
         KernelConfig::ComputeOut(c) => to_value(c),
+        KernelConfig::Sm90SegmentState(c) => to_value(c),
+        KernelConfig::SegmentScan(c) => to_value(c),
+        KernelConfig::Sm90FusedForward(c) => to_value(c),
         KernelConfig::StateUpdate(c) => to_value(c),
     }
 }

@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use mamba2_spec::{Problem, StepProblem, StrategyConfig};
+use mamba2_spec::{Problem, StepProblem};
 use sha2::{Digest, Sha256};
 
 use crate::choose::{choose, ties_with_best};
 use crate::executor::{Check, Executor, Failure, FailureKind, Rounds};
 use crate::report::{self, TuneReport};
 use crate::sink::{Choice, Outcome, Sink, Stage, Stored};
-use crate::space::{Space, assemble};
+use crate::space::{Assembly, Space};
 use crate::{Candidate, Policy, Progress, Summary, Target, TunerError};
 
 /// Finds, verifies and stores the fastest config of a forward pass.
@@ -66,7 +66,8 @@ pub fn tune_target(
     policy: &Policy,
 ) -> Result<TuneReport, TunerError> {
     target.check()?;
-    let space = Space::of(target, executor.device(), executor.memory_bytes())?;
+    let for_workspace = executor.memory_bytes().map(|bytes| bytes.saturating_sub(target.tensor_bytes()));
+    let space = Space::of(target, executor.device(), for_workspace)?;
     tune_space(target, &space, executor, sink, progress, policy)
 }
 
@@ -731,7 +732,7 @@ fn ranking(space: &Space, groups: &[Group], policy: &Policy) -> Vec<Candidate> {
             .take(assembly.parts.len())
             .map(|g| g.ranked().into_iter().take(TOP).collect())
             .collect();
-        let mut sums = combinations(&parts);
+        let mut sums = combinations(assembly, &parts);
         sums.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
         firsts.extend(sums.first());
         all.extend(sums);
@@ -761,7 +762,7 @@ fn ranking(space: &Space, groups: &[Group], policy: &Policy) -> Vec<Candidate> {
 }
 
 /// Every combination of one entry of each part, with the sum of its times.
-fn combinations(parts: &[Vec<&Entry>]) -> Vec<(f64, Candidate)> {
+fn combinations(assembly: &Assembly, parts: &[Vec<&Entry>]) -> Vec<(f64, Candidate)> {
     let mut sums: Vec<(f64, Vec<mamba2_spec::KernelConfig>)> = vec![(0.0, Vec::new())];
     for part in parts {
         sums = sums
@@ -779,7 +780,7 @@ fn combinations(parts: &[Vec<&Entry>]) -> Vec<(f64, Candidate)> {
         .filter_map(|(sum, kernels)| {
             Some((
                 sum,
-                Candidate::Strategy(StrategyConfig::ThreeKernel(assemble(&kernels)?)),
+                Candidate::Strategy(assembly.assemble(&kernels)?),
             ))
         })
         .collect()

@@ -1,9 +1,7 @@
 //! What is searched for a shape: parts that are timed one by one and put together, and wholes that are timed end to end.
 
-use mamba2_spec::parameters::{ChunkCumsum, ComputeOut, FwdPassState};
 use mamba2_spec::{
-    DeviceFacts, Kernel, KernelConfig, Problem, SpecError, StepProblem, StrategyConfig,
-    ThreeKernelConfig, launch, rules,
+    DeviceFacts, KernelConfig, Problem, SpecError, StepProblem, StrategyConfig, launch, rules,
 };
 
 use crate::{Candidate, Target};
@@ -29,6 +27,8 @@ pub struct Space {
 pub struct Assembly {
     /// What the kernels agree on, as in `chunk_size=128,layout=bht`.
     pub name: String,
+    /// The starting point: each kernel's config nearest to the default.
+    pub within: StrategyConfig,
     /// For each kernel its candidates, the one nearest to the default first.
     pub parts: Vec<Vec<Candidate>>,
 }
@@ -61,9 +61,17 @@ impl Space {
             whole: Vec::new(),
             left_out: Vec::new(),
         };
-        // One arm for each strategy: a fused kernel adds its own legal configs to `space.whole`.
-        let StrategyConfig::ThreeKernel(default) = default;
-        three_kernel(problem, device, &default, memory_bytes, &mut space);
+        for within in rules::agreement_defaults(problem, device) {
+            let name = format!("{} {}", within.name(), within.agreement());
+            let bytes = launch::plan(&within, problem, device).workspace.total_bytes as u64;
+            if memory_bytes.is_some_and(|limit| bytes > limit) {
+                space.left_out.push(format!(
+                    "{name}: its workspace of {bytes} bytes does not fit the device"
+                ));
+                continue;
+            }
+            space.assemblies.push(Assembly::new(name, within, problem, device));
+        }
         Ok(space)
     }
 
@@ -97,161 +105,47 @@ impl Space {
     }
 }
 
-/// What the three kernels must agree on (rule S01).
-fn shared(config: &KernelConfig) -> (u32, u32) {
-    match config {
-        KernelConfig::ChunkCumsum(c) => (c.chunk_size, c.layout),
-        KernelConfig::FwdPassState(c) => (c.chunk_size, c.layout),
-        KernelConfig::ComputeOut(c) => (c.chunk_size, c.layout),
-        KernelConfig::StateUpdate(_) => (0, 0),
-    }
-}
-
-/// Number of parameters in which two configs of one kernel differ.
-fn distance(a: &KernelConfig, b: &KernelConfig) -> usize {
-    a.constants()
-        .iter()
-        .zip(b.constants())
-        .filter(|(a, b)| a.1 != b.1)
-        .count()
-}
-
-/// The default config of a problem for a given (chunk_size, layout): per kernel the legal config nearest to `default`.
-///
-/// `None` if one of the kernels has no legal config there.
-pub fn companion(
-    problem: &Problem,
-    device: &DeviceFacts,
-    default: &ThreeKernelConfig,
-    pair: (u32, u32),
-) -> Option<ThreeKernelConfig> {
-    let nearest = |kernel: Kernel, wanted: KernelConfig| {
-        rules::legal_kernel_configs(kernel, problem, device)
-            .into_iter()
-            .filter(|c| shared(c) == pair)
-            .min_by_key(|c| distance(c, &wanted))
-    };
-    let (chunk_size, layout) = pair;
-    let cumsum = ChunkCumsum {
-        chunk_size,
-        layout,
-        ..default.chunk_cumsum
-    };
-    let state = FwdPassState {
-        chunk_size,
-        layout,
-        ..default.fwd_pass_state
-    };
-    let out = ComputeOut {
-        chunk_size,
-        layout,
-        ..default.compute_out
-    };
-    assemble(&[
-        nearest(Kernel::ChunkCumsum, KernelConfig::ChunkCumsum(cumsum))?,
-        nearest(Kernel::FwdPassState, KernelConfig::FwdPassState(state))?,
-        nearest(Kernel::ComputeOut, KernelConfig::ComputeOut(out))?,
-    ])
-}
-
-/// One strategy of three kernels' configs; `None` unless there is exactly one of each.
-pub fn assemble(kernels: &[KernelConfig]) -> Option<ThreeKernelConfig> {
-    match kernels {
-        [
-            KernelConfig::ChunkCumsum(chunk_cumsum),
-            KernelConfig::FwdPassState(fwd_pass_state),
-            KernelConfig::ComputeOut(compute_out),
-        ] => Some(ThreeKernelConfig {
-            chunk_cumsum: *chunk_cumsum,
-            fwd_pass_state: *fwd_pass_state,
-            compute_out: *compute_out,
-        }),
-        _ => None,
-    }
-}
-
-fn three_kernel(
-    problem: &Problem,
-    device: &DeviceFacts,
-    default: &ThreeKernelConfig,
-    memory_bytes: Option<u64>,
-    space: &mut Space,
-) {
-    const KERNELS: [Kernel; 3] = [
-        Kernel::ChunkCumsum,
-        Kernel::FwdPassState,
-        Kernel::ComputeOut,
-    ];
-    let legal = KERNELS.map(|kernel| rules::legal_kernel_configs(kernel, problem, device));
-    let mut pairs: Vec<(u32, u32)> = legal[0].iter().map(shared).collect();
-    pairs.sort_unstable();
-    pairs.dedup();
-    for pair in pairs {
-        let Some(within) = companion(problem, device, default, pair) else {
-            continue;
-        };
-        let name = format!(
-            "chunk_size={},layout={}",
-            pair.0,
-            ChunkCumsum {
-                layout: pair.1,
-                ..Default::default()
-            }
-            .layout_name()
-        );
-        let bytes = launch::plan(&StrategyConfig::ThreeKernel(within), problem, device)
-            .workspace
-            .total_bytes as u64;
-        if memory_bytes.is_some_and(|limit| bytes > limit) {
-            space.left_out.push(format!(
-                "{name}: its workspace of {bytes} bytes does not fit the device"
-            ));
-            continue;
-        }
-        let own = [
-            KernelConfig::ChunkCumsum(within.chunk_cumsum),
-            KernelConfig::FwdPassState(within.fwd_pass_state),
-            KernelConfig::ComputeOut(within.compute_out),
-        ];
-        let parts = legal.iter().enumerate().map(|(i, configs)| {
-            let others = configs
-                .iter()
-                .filter(|c| shared(c) == pair && **c != own[i]);
-            std::iter::once(&own[i])
+impl Assembly {
+    /// Every legal config of every kernel of `within` that keeps what the kernels agree on.
+    fn new(
+        name: String,
+        within: StrategyConfig,
+        problem: &Problem,
+        device: &DeviceFacts,
+    ) -> Assembly {
+        let parts = within.kernels().into_iter().map(|own| {
+            let others = rules::alternatives(&within, own.kernel(), problem, device)
+                .into_iter()
+                .filter(move |c| *c != own);
+            std::iter::once(own)
                 .chain(others)
                 .filter_map(|config| {
-                    let mut kernels = own;
-                    kernels[i] = *config;
                     Some(Candidate::Kernel {
-                        kernel: KERNELS[i],
-                        within: StrategyConfig::ThreeKernel(assemble(&kernels)?),
+                        kernel: own.kernel(),
+                        within: within.with_kernel(config)?,
                     })
                 })
                 .collect()
         });
-        space.assemblies.push(Assembly {
+        Assembly {
             name,
+            within,
             parts: parts.collect(),
-        });
+        }
     }
-}
 
-trait LayoutName {
-    fn layout_name(&self) -> String;
-}
-
-impl LayoutName for ChunkCumsum {
-    fn layout_name(&self) -> String {
-        use mamba2_spec::parameters::Parameters;
-        let row = Self::ROWS.iter().find(|r| r.name == "layout");
-        row.map_or_else(|| self.layout.to_string(), |r| r.display(self.layout))
+    /// The strategy with the given kernels' configs; `None` if one of them is not a kernel of it.
+    pub fn assemble(&self, kernels: &[KernelConfig]) -> Option<StrategyConfig> {
+        kernels
+            .iter()
+            .try_fold(self.within, |within, kernel| within.with_kernel(*kernel))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mamba2_spec::Arch;
+    use mamba2_spec::{Arch, Kernel};
 
     fn headline() -> Problem {
         "b=4,l=16384,h=8,p=64,g=1,n=128".parse().unwrap()
@@ -272,11 +166,7 @@ mod tests {
         got.sort();
         got.dedup();
         assert_eq!(got.len(), count, "no candidate twice");
-        let legal: usize = [
-            Kernel::ChunkCumsum,
-            Kernel::FwdPassState,
-            Kernel::ComputeOut,
-        ]
+        let legal: usize = Kernel::ALL
         .map(|k| rules::legal_kernel_configs(k, &problem, &device).len())
         .iter()
         .sum();
@@ -293,7 +183,8 @@ mod tests {
     fn c8_a_chunk_size_whose_workspace_does_not_fit_is_not_offered() {
         let (problem, device) = (headline(), DeviceFacts::assumed(Arch(90)));
         let target = Target::Forward(problem.clone());
-        let default = rules::default_strategy(&problem, &device).unwrap();
+        let chunk_128 = "b=4,l=16384,h=8,p=64,g=1,n=128,q=128".parse().unwrap();
+        let default = rules::default_strategy(&chunk_128, &device).unwrap();
         let bytes = launch::plan(&default, &problem, &device)
             .workspace
             .total_bytes as u64;
@@ -302,14 +193,14 @@ mod tests {
             space
                 .assemblies
                 .iter()
-                .all(|a| !a.name.starts_with("chunk_size=64")),
+                .all(|a| !a.name.contains("chunk_size=64")),
             "half the chunk, twice the states"
         );
         assert!(
             space
                 .assemblies
                 .iter()
-                .any(|a| a.name.starts_with("chunk_size=128"))
+                .any(|a| a.name.contains("chunk_size=128"))
         );
         assert!(
             space

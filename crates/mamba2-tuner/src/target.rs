@@ -38,6 +38,16 @@ impl Target {
         }
     }
 
+    /// Device memory that inputs and outputs take, without workspace.
+    pub fn tensor_bytes(&self) -> u64 {
+        match self {
+            Target::Forward(p) => Limit::of(p).bytes as u64,
+            Target::Step(p) => {
+                (p.slots * p.nheads * p.headdim * p.dstate * p.state_dtype.size_bytes()) as u64
+            }
+        }
+    }
+
     /// Sequences and tokens of the shape are positive, so that there is something to time.
     ///
     /// # Errors
@@ -280,7 +290,7 @@ mod tests {
     #[test]
     fn a_kernel_is_named_by_its_own_parameters_only() {
         let a = StrategyConfig::ThreeKernel(Default::default());
-        let StrategyConfig::ThreeKernel(mut other) = a;
+        let mut other = mamba2_spec::ThreeKernelConfig::default();
         other.compute_out.warps = 8;
         let b = StrategyConfig::ThreeKernel(other);
         let name = |within| {

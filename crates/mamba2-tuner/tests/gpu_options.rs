@@ -13,7 +13,7 @@ use mamba2_reference::{
 };
 use mamba2_spec::{Dtype, Problem, StepOutputs, StepProblem, StrategyConfig, TensorMeta, rules};
 use mamba2_tuner::gpu::{Oracle, Placement, StepTrial, decode, failure_of, place};
-use mamba2_tuner::space::{Space, assemble};
+use mamba2_tuner::space::Space;
 use mamba2_tuner::{Candidate, Failure, Target};
 
 fn problem(text: &str) -> Problem {
@@ -40,7 +40,7 @@ fn some_configs(space: &Space) -> Vec<StrategyConfig> {
             .filter_map(pick)
             .flat_map(|c| c.kernels())
             .collect();
-        configs.extend(assemble(&kernels).map(StrategyConfig::ThreeKernel));
+        configs.extend(assembly.assemble(&kernels));
     }
     configs.dedup();
     configs

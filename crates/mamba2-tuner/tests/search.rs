@@ -688,7 +688,7 @@ fn a_strategy_measured_end_to_end_competes_with_the_assembled_ones() {
         Act::Takes(1.0),
     )]);
     let mut space = space(&executor);
-    let StrategyConfig::ThreeKernel(mut config) = rules::default_strategy(
+    let mut config = rules::default_three_kernel(
         &"b=2,l=300,h=4,p=64,g=1,n=64,q=256".parse().unwrap(),
         executor.device(),
     )

@@ -169,6 +169,9 @@ fn case_against_rule(id: &str) -> Option<Case> {
                 KernelConfig::ChunkCumsum(c) => c.chunk_size = 96,
                 KernelConfig::FwdPassState(c) => c.chunk_size = 96,
                 KernelConfig::ComputeOut(c) => c.chunk_size = 96,
+                KernelConfig::Sm90SegmentState(c) => c.segment = 96,
+                KernelConfig::SegmentScan(c) => c.segment = 96,
+                KernelConfig::Sm90FusedForward(c) => c.segment = 96,
                 KernelConfig::StateUpdate(c) => c.row_threads = 6,
             }
             [config, odd]

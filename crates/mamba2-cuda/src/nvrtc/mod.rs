@@ -114,8 +114,7 @@ impl Nvrtc {
     pub fn target_for(&self, arch: Arch) -> Result<Arch, CudaError> {
         choose_target(arch, &self.library.supported).map_err(|need| CudaError::UnsupportedArch {
             arch: arch.nvrtc_name(),
-            version: self.version().to_string(),
-            path: self.path().into(),
+            nvrtc: format!("{} ({})", self.version(), self.path()),
             supported: self.library.supported.clone(),
             need,
         })
@@ -144,9 +143,7 @@ impl Nvrtc {
             Outcome::Refused { log } => Err(CudaError::Compile {
                 kernel: rendered.entry.into(),
                 source_name: rendered.source_name.into(),
-                arch: target.nvrtc_name(),
-                version: self.version().to_string(),
-                options: list.join(" "),
+                compiler: format!("NVRTC {}, options {}", self.version(), list.join(" ")),
                 log,
             }),
         }
@@ -162,9 +159,8 @@ impl Nvrtc {
         match gate_fault(compiled.resources, &rendered.launch, arch.shared_memory_optin_bytes()) {
             None => Ok(compiled),
             Some(fault) => Err(CudaError::Gate {
-                kernel: rendered.entry.into(),
+                kernel: format!("{} on {}", rendered.entry, compiled.target),
                 source_name: rendered.source_name.into(),
-                arch: compiled.target.nvrtc_name(),
                 fault,
                 log: compiled.log,
             }),

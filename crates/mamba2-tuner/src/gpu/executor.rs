@@ -9,7 +9,7 @@ use mamba2_cuda::{
 use mamba2_reference::{Bounds, Pattern, generate, generate_step};
 use mamba2_spec::{
     DeviceFacts, Dtype, ForwardInputs, ForwardOutputs, Kernel, KernelConfig, Problem, StepInputs,
-    StepOutputs, StepProblem, StrategyConfig,
+    StepOutputs, StepProblem, StrategyConfig, rules,
 };
 
 use super::compare::relative_frobenius;
@@ -46,7 +46,8 @@ pub struct GpuExecutor {
 #[derive(Default)]
 struct Prepared {
     target: Option<Target>,
-    twin: Option<Twin>,
+    /// By length: strategies that split sequences need longer ones.
+    twins: HashMap<usize, Twin>,
     real: Option<Real>,
     scratch: Option<Scratch>,
     /// Outputs of the standard on the real shape.
@@ -132,28 +133,32 @@ impl GpuExecutor {
         }
     }
 
-    fn make_twin(&self, target: &Target) -> Result<Twin, CudaError> {
-        Ok(match target {
+    /// A twin for each length that the shape's strategies need.
+    fn make_twins(&self, target: &Target) -> Result<HashMap<usize, Twin>, CudaError> {
+        let mut twins = HashMap::new();
+        match target {
             Target::Forward(problem) => {
-                let twin = twin::of_forward(problem);
-                let mut made = generate(&twin, SEED, PATTERN);
-                let oracle = Oracle::forward(&twin, &made);
-                made.poison_tail(&twin);
-                Twin::Forward(
-                    ForwardTrial::new(&self.device, &twin, &made, Placement::Exact)?,
-                    oracle,
-                )
+                for config in rules::agreement_defaults(problem, self.device.facts()) {
+                    let twin = twin::of_forward(problem, &config);
+                    if twins.contains_key(&twin.seqlen) {
+                        continue;
+                    }
+                    let mut made = generate(&twin, SEED, PATTERN);
+                    let oracle = Oracle::forward(&twin, &made);
+                    made.poison_tail(&twin);
+                    let trial = ForwardTrial::new(&self.device, &twin, &made, Placement::Exact)?;
+                    twins.insert(twin.seqlen, Twin::Forward(trial, oracle));
+                }
             }
             Target::Step(problem) => {
                 let twin = twin::of_step(problem);
                 let made = generate_step(&twin, SEED, PATTERN);
                 let oracle = Oracle::step(&twin, &made);
-                Twin::Step(
-                    StepTrial::new(&self.device, &twin, &made, Placement::Exact)?,
-                    oracle,
-                )
+                let trial = StepTrial::new(&self.device, &twin, &made, Placement::Exact)?;
+                twins.insert(twin_length(target, None), Twin::Step(trial, oracle));
             }
-        })
+        }
+        Ok(twins)
     }
 
     fn make_real(&self, target: &Target) -> Result<Real, CudaError> {
@@ -262,15 +267,16 @@ impl GpuExecutor {
     fn verify_twin(
         &self,
         prepared: &mut Prepared,
+        target: &Target,
         candidate: &Candidate,
     ) -> Result<Verified, Failure> {
-        let Prepared {
-            twin,
-            scratch,
-            loaded: kept,
-            ..
-        } = prepared;
-        match twin.as_ref().expect("the twin should be prepared") {
+        let Prepared { twins, scratch, loaded: kept, .. } = prepared;
+        let strategy = match candidate {
+            Candidate::Kernel { within, .. } | Candidate::Strategy(within) => Some(within),
+            Candidate::Step(_) => None,
+        };
+        let twin = twins.get(&twin_length(target, strategy)).ok_or_else(mismatch)?;
+        match twin {
             Twin::Forward(trial, oracle) => {
                 let twin = Target::Forward(trial.problem.clone());
                 let loaded = self.load(kept, true, &twin, candidate)?;
@@ -391,6 +397,14 @@ impl GpuExecutor {
     }
 }
 
+/// Length of the twin that serves a strategy; 0 for decode steps, which have one twin.
+fn twin_length(target: &Target, strategy: Option<&StrategyConfig>) -> usize {
+    match (target, strategy) {
+        (Target::Forward(problem), Some(config)) => twin::of_forward(problem, config).seqlen,
+        _ => 0,
+    }
+}
+
 fn mismatch() -> Failure {
     Failure::new(
         FailureKind::Launch,
@@ -490,12 +504,11 @@ fn used_bytes(target: &Target, all: usize) -> usize {
 }
 
 /// What candidates must share so that one's intermediate results serve the other as input.
-fn intermediate(candidate: &Candidate) -> Option<(u32, u32)> {
+fn intermediate(candidate: &Candidate) -> Option<String> {
     match candidate {
-        Candidate::Kernel {
-            within: StrategyConfig::ThreeKernel(c),
-            ..
-        } => Some((c.chunk_cumsum.chunk_size, c.chunk_cumsum.layout)),
+        Candidate::Kernel { within, .. } => {
+            Some(format!("{} {}", within.name(), within.agreement()))
+        }
         _ => None,
     }
 }
@@ -536,8 +549,8 @@ impl Executor for GpuExecutor {
             .lock()
             .expect("no holder of this lock should panic");
         self.switch(&mut prepared, target);
-        if prepared.twin.is_none() {
-            prepared.twin = Some(self.make_twin(target).map_err(|e| self.unfit(target, &e))?);
+        if prepared.twins.is_empty() {
+            prepared.twins = self.make_twins(target).map_err(|e| self.unfit(target, &e))?;
         }
         if prepared.real.is_none() {
             prepared.real = Some(self.make_real(target).map_err(|e| self.unfit(target, &e))?);
@@ -557,7 +570,7 @@ impl Executor for GpuExecutor {
             .lock()
             .expect("no holder of this lock should panic");
         let verified = match check {
-            Check::Twin => self.verify_twin(&mut prepared, candidate),
+            Check::Twin => self.verify_twin(&mut prepared, target, candidate),
             Check::RealShape { against } => {
                 self.verify_real(&mut prepared, target, candidate, &against)
             }
@@ -582,7 +595,7 @@ impl Executor for GpuExecutor {
         let samples = (rounds.rounds * rounds.samples) as usize;
         let mut results: Vec<Option<Result<Vec<f64>, Failure>>> =
             candidates.iter().map(|_| None).collect();
-        let mut kinds: Vec<Option<(u32, u32)>> = candidates.iter().map(intermediate).collect();
+        let mut kinds: Vec<Option<String>> = candidates.iter().map(intermediate).collect();
         kinds.sort_unstable();
         kinds.dedup();
         for kind in kinds {

@@ -1,0 +1,82 @@
+//! Tensor maps of the Hopper copy engine, encoded per call from addresses and strides: a few hundred nanoseconds of host time.
+
+use std::mem::MaybeUninit;
+
+use cudarc::driver::sys::{
+    self, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
+    CUtensorMapSwizzle,
+};
+use mamba2_spec::{Dtype, HasMeta};
+
+use crate::driver::check;
+use crate::{CudaError, DeviceTensor};
+
+/// Rows and columns of a box: 64 tokens x 64 elements of 16 bits, one 128-byte swizzle line a token.
+const BOX: u32 = 64;
+
+/// `TensorMap` of kernel-templates/ptx/sm90_tma.cuh.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct TensorMap([u8; 128]);
+
+const _: () = assert!(size_of::<TensorMap>() == size_of::<CUtensorMap>());
+
+impl Default for TensorMap {
+    fn default() -> Self {
+        TensorMap([0; 128])
+    }
+}
+
+/// `TensorMaps` of kernel-templates/common/sm90_pipeline.cuh.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub(crate) struct TensorMaps {
+    pub x: TensorMap,
+    pub b: TensorMap,
+    pub c: TensorMap,
+}
+
+impl TensorMap {
+    /// The map of a `[batch, seqlen, heads or groups, innermost]` tensor of 16-bit elements; boxes of 64 tokens of one head, zeros
+    /// outside.
+    ///
+    /// # Errors
+    /// A driver error for strides the copy engine cannot take (0, or beyond 2^40 bytes).
+    pub fn of(tensor: &DeviceTensor) -> Result<TensorMap, CudaError> {
+        let meta = tensor.meta();
+        let (&[batch, tokens, heads, inner], &[batch_stride, token_stride, head_stride, _]) = (meta.shape(), meta.strides())
+        else {
+            return Err(CudaError::View { available: meta.shape().len(), needed: 4 });
+        };
+        let elem = meta.dtype.map_or(2, Dtype::size_bytes) as u64;
+        let dtype = match meta.dtype {
+            Some(Dtype::F16) => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        };
+        let dims = [inner as u64, heads as u64, tokens as u64, batch as u64];
+        // The stride of an axis of one element is never used, but must look sane.
+        let stride = |n: usize, stride: usize| if n <= 1 { 16 } else { stride as u64 * elem };
+        let strides = [stride(heads, head_stride), stride(tokens, token_stride), stride(batch, batch_stride)];
+        let mut map = MaybeUninit::<CUtensorMap>::zeroed();
+        // SAFETY: all pointers are to live arrays of the lengths rank 4 asks for; the driver writes the whole map and does not read
+        // the tensor.
+        check("cuTensorMapEncodeTiled", unsafe {
+            sys::cuTensorMapEncodeTiled(
+                map.as_mut_ptr(),
+                dtype,
+                4,
+                tensor.address() as *mut std::ffi::c_void,
+                dims.as_ptr(),
+                strides.as_ptr(),
+                [BOX, 1, BOX, 1].as_ptr(),
+                [1u32; 4].as_ptr(),
+                CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        })?;
+        // SAFETY: both are 128 plain bytes; the map was zeroed and then filled.
+        Ok(unsafe { std::mem::transmute::<CUtensorMap, TensorMap>(map.assume_init()) })
+    }
+}
