@@ -88,3 +88,38 @@ pub(crate) fn set_aside(path: &Path) -> Result<std::path::PathBuf> {
 pub(crate) fn is_leftover(name: &str) -> bool {
     name.contains(".damaged-") || name.starts_with(".new-")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_leaves_the_old_file_and_nothing_half_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        publish(&path, |out| out.write_all(b"old")).unwrap();
+        let full = publish(&path, |out| {
+            out.write_all(&[0; 100_000])?;
+            Err(std::io::ErrorKind::StorageFull.into())
+        });
+        assert!(matches!(full, Err(TuneDbError::Io { action: "write", .. })), "{full:?}");
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_directory_in_the_place_of_a_file_is_an_error_and_not_a_wait() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(matches!(open_existing(dir.path()), Err(TuneDbError::Damaged { .. })));
+        assert!(open_existing(&dir.path().join("absent")).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_file_beyond_the_bound_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        fs::write(&path, [0; 11]).unwrap();
+        assert!(matches!(read_bounded(&path, 10), Err(TuneDbError::TooLarge { .. })));
+        assert_eq!(read_bounded(&path, 11).unwrap().unwrap().len(), 11);
+    }
+}

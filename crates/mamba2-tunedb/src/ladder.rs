@@ -469,11 +469,12 @@ impl Ladder {
         if let Some(found) = stale {
             return Some(answer(found, false, std::mem::take(warnings)));
         }
-        let near = |key: &TuneKey, bound: f64, warnings: &mut Vec<String>| {
+        let near = |near_key: &TuneKey, warnings: &mut Vec<String>| {
             let mut best: Option<Found<C>> = None;
             for (_, tier, source) in &tiers {
-                for candidate in nearest(*source, key, bound, warnings) {
-                    let distance = key.distance(&candidate).unwrap_or(f64::INFINITY);
+                // The exact key was asked already.
+                for candidate in nearest(*source, near_key, warnings).into_iter().filter(|found| found != key) {
+                    let distance = near_key.distance(&candidate).unwrap_or(f64::INFINITY);
                     if let Some(found) = usable(*source, *tier, &candidate, distance, warnings) {
                         let rank = |f: &Found<C>| (f.stale, f.distance);
                         if best.as_ref().is_none_or(|b| rank(&found) < rank(b)) {
@@ -485,7 +486,7 @@ impl Ladder {
             }
             best
         };
-        if let Some(found) = near(key, NEAREST_BOUND, warnings) {
+        if let Some(found) = near(key, warnings) {
             return Some(answer(found, false, std::mem::take(warnings)));
         }
         if self.other_device {
@@ -494,7 +495,7 @@ impl Ladder {
             counts.sort_by_key(|n| (n.abs_diff(key.sm_count()), *n));
             counts.dedup();
             for count in counts {
-                if let Some(found) = near(&key.with_sm_count(count), NEAREST_BOUND, warnings) {
+                if let Some(found) = near(&key.with_sm_count(count), warnings) {
                     return Some(answer(found, true, std::mem::take(warnings)));
                 }
             }
@@ -578,14 +579,14 @@ fn merge_into(records: &mut BTreeMap<String, Record>, record: Record) {
     }
 }
 
-/// Keys of the source within `bound`, nearest first; of equals the larger problem, then the order of the keys.
-fn nearest(source: &dyn Source, key: &TuneKey, bound: f64, warnings: &mut Vec<String>) -> Vec<TuneKey> {
+/// Keys of the source within [`NEAREST_BOUND`], nearest first; of equals the larger problem, then the order of the keys.
+fn nearest(source: &dyn Source, key: &TuneKey, warnings: &mut Vec<String>) -> Vec<TuneKey> {
     let family = source.family(key).unwrap_or_else(|e| {
         warnings.push(e.to_string());
         Vec::new()
     });
     let mut near: Vec<(f64, TuneKey)> =
-        family.into_iter().filter_map(|k| key.distance(&k).filter(|d| *d <= bound).map(|d| (d, k))).collect();
+        family.into_iter().filter_map(|k| key.distance(&k).filter(|d| *d <= NEAREST_BOUND).map(|d| (d, k))).collect();
     near.sort_by(|(a, ka), (b, kb)| a.total_cmp(b).then(kb.cmp(ka)));
     near.into_iter().map(|(_, k)| k).collect()
 }

@@ -143,7 +143,7 @@ impl LocalDb {
                     for record in &part.records {
                         store.merge(record)?;
                     }
-                    store.put_timings(&part.timings)?;
+                    store.merge_timings(&part.timings)?;
                 }
                 Err(e) => {
                     tracing::warn!("{e}; set aside");

@@ -224,10 +224,7 @@ pub fn merge(db: &LocalDb, sources: &[PathBuf], wait: Duration) -> Result<Import
             Err(e) => note(&mut report.refused, e.to_string()),
         }
         match other_timings(&other, wait) {
-            Ok(timings) => {
-                report.timings += timings.len();
-                store.put_timings(&timings)?;
-            }
+            Ok(timings) => report.timings += store.merge_timings(&timings)?,
             Err(e) => note(&mut report.refused, format!("timings of {}: {e}", source.display())),
         }
     }

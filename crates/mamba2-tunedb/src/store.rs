@@ -232,6 +232,24 @@ impl Store {
         self.flush()
     }
 
+    /// Files timings from elsewhere; of two for one candidate the later one stays. Returns how many were filed.
+    ///
+    /// # Errors
+    /// As [`Store::put_timings`].
+    pub fn merge_timings(&self, timings: &[Timing]) -> Result<usize> {
+        let mut newer = Vec::new();
+        for timing in timings {
+            let key = timing_key(&timing.key, &timing.config_text());
+            let old = self.sled(self.timings.get(&key))?;
+            let old = old.and_then(|sealed| unseal(&key, &sealed).and_then(Timing::from_json).ok());
+            if old.is_none_or(|old| timing.date_unix_s > old.date_unix_s) {
+                newer.push(timing.clone());
+            }
+        }
+        self.put_timings(&newer)?;
+        Ok(newer.len())
+    }
+
     /// Every timing of `key`, in order of the candidates' text; broken ones are left out and so measured again.
     ///
     /// # Errors
