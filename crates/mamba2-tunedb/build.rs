@@ -4,8 +4,11 @@ use std::path::{Path, PathBuf};
 use std::{env, fs};
 
 fn main() {
-    let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo should name the crate's directory"));
-    let dir = fs::canonicalize(root.join("../../tuning-db")).expect("the workspace should have tuning-db/");
+    let root = PathBuf::from(
+        env::var_os("CARGO_MANIFEST_DIR").expect("cargo should name the crate's directory"),
+    );
+    let dir = fs::canonicalize(root.join("../../tuning-db"))
+        .expect("the workspace should have tuning-db/");
     println!("cargo::rerun-if-changed={}", dir.display());
     let mut files: Vec<PathBuf> = fs::read_dir(&dir)
         .expect("tuning-db/ should be readable")
@@ -14,8 +17,12 @@ fn main() {
         .collect();
     files.sort();
     let rows: Vec<String> = files.iter().map(|path| row(path)).collect();
-    let text = format!("const EMBEDDED: &[(&str, &str)] = &[{}];\n", rows.join(", "));
-    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo should name the output directory"));
+    let text = format!(
+        "const EMBEDDED: &[(&str, &str)] = &[{}];\n",
+        rows.join(", ")
+    );
+    let out =
+        PathBuf::from(env::var_os("OUT_DIR").expect("cargo should name the output directory"));
     fs::write(out.join("shipped_files.rs"), text).expect("the output directory should be writable");
 }
 

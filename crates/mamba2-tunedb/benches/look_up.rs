@@ -14,7 +14,11 @@ fn device() -> DeviceFacts {
 
 fn record(problem: &Problem) -> Record {
     let config = StrategyConfig::ThreeKernel(ThreeKernelConfig::default());
-    let evidence = Evidence { median_us: 300.0, policy: "rounds=5,flush=l2".into(), ..Evidence::default() };
+    let evidence = Evidence {
+        median_us: 300.0,
+        policy: "rounds=5,flush=l2".into(),
+        ..Evidence::default()
+    };
     Record::forward(problem, &device(), &config, evidence)
 }
 
@@ -23,7 +27,16 @@ fn database() -> (tempfile::TempDir, CacheDir, Problem) {
     let dir = tempfile::tempdir().expect("a temporary directory should be possible");
     let cache = CacheDir::fixed(dir.path());
     let db = LocalDb::in_cache(&cache).expect("a fixed directory should do");
-    let problem = |i: usize| Problem::new(1 + i % 100, 64 * (1 + i / 100 % 10), 8 * (1 + i / 1000), 64, 1, 128);
+    let problem = |i: usize| {
+        Problem::new(
+            1 + i % 100,
+            64 * (1 + i / 100 % 10),
+            8 * (1 + i / 1000),
+            64,
+            1,
+            128,
+        )
+    };
     let records = (0..10_000).map(|i| record(&problem(i)));
     Snapshot::publish(&db.snapshot_path(), 1, records).expect("the snapshot should be written");
     (dir, cache, problem(7777))
@@ -44,7 +57,10 @@ fn first_look_up_of_a_process_with_10000_records(bencher: Bencher) {
     let (_dir, cache, problem) = database();
     let device = device();
     bencher.bench(|| {
-        let answer = Ladder::builder().cache(&cache).build().look_up(&problem, &device);
+        let answer = Ladder::builder()
+            .cache(&cache)
+            .build()
+            .look_up(&problem, &device);
         assert!(answer.as_ref().is_ok_and(|a| a.tier == Tier::Local));
         answer
     });
@@ -55,5 +71,10 @@ fn first_nearest_look_up_with_10000_records(bencher: Bencher) {
     let (_dir, cache, mut problem) = database();
     problem.seqlen += 1;
     let device = device();
-    bencher.bench(|| Ladder::builder().cache(&cache).build().look_up(&problem, &device));
+    bencher.bench(|| {
+        Ladder::builder()
+            .cache(&cache)
+            .build()
+            .look_up(&problem, &device)
+    });
 }

@@ -10,7 +10,11 @@ fn round(n: usize) -> usize {
     }
     let below = 1usize << n.ilog2();
     // n / below < above / n, in integers: the ratio to the power below is the smaller one.
-    if (n as u128) * (n as u128) < 2 * (below as u128) * (below as u128) { below } else { 2 * below }
+    if (n as u128) * (n as u128) < 2 * (below as u128) * (below as u128) {
+        below
+    } else {
+        2 * below
+    }
 }
 
 /// The problem to tune so that `problem` is covered: batch, sequences and seqlen rounded, all else as it is.
@@ -22,7 +26,11 @@ pub fn tuning_shape(problem: &Problem) -> Problem {
     rounded.seqlen = round(problem.seqlen);
     rounded.packed = problem.packed.map(round);
     // At the operator's limits rounding up may leave them.
-    if rounded.check().is_ok() { rounded } else { problem.clone() }
+    if rounded.check().is_ok() {
+        rounded
+    } else {
+        problem.clone()
+    }
 }
 
 /// The step to tune so that `problem` is covered: batch rounded, all else as it is.

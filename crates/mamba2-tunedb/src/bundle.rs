@@ -62,7 +62,8 @@ impl Bundle {
     /// [`TuneDbError::Damaged`], [`TuneDbError::TooLarge`], [`TuneDbError::Newer`] or [`TuneDbError::Io`].
     pub fn open(path: &Path) -> Result<Bundle> {
         let what = path.display().to_string();
-        let file = files::open_existing(path)?.ok_or_else(|| TuneDbError::damaged(&what, "no such file"))?;
+        let file = files::open_existing(path)?
+            .ok_or_else(|| TuneDbError::damaged(&what, "no such file"))?;
         Bundle::new(FrameFile::from_file(file, what, &FORMAT)?)
     }
 
@@ -76,7 +77,9 @@ impl Bundle {
 
     fn new(frames: FrameFile) -> Result<Bundle> {
         let bad = |detail: String| TuneDbError::damaged("bundle manifest", detail);
-        let text = frames.get(MANIFEST_KEY)?.ok_or_else(|| bad("expected one, got none".into()))?;
+        let text = frames
+            .get(MANIFEST_KEY)?
+            .ok_or_else(|| bad("expected one, got none".into()))?;
         if text.len() > MAX_MANIFEST_BYTES {
             return Err(TuneDbError::TooLarge {
                 what: "bundle manifest".into(),
@@ -100,20 +103,34 @@ impl Bundle {
         cubins: impl IntoIterator<Item = (String, Vec<u8>)>,
     ) -> Result<Manifest> {
         let mut entries = BTreeMap::new();
-        let mut manifest = Manifest { note: note.into(), ..Manifest::default() };
+        let mut manifest = Manifest {
+            note: note.into(),
+            ..Manifest::default()
+        };
         for record in records {
             validate::check_record(&record)?;
-            entries.insert(format!("{RECORD_PREFIX}{}", record.key).into_bytes(), record.to_json()?.into_bytes());
+            entries.insert(
+                format!("{RECORD_PREFIX}{}", record.key).into_bytes(),
+                record.to_json()?.into_bytes(),
+            );
         }
         manifest.records = entries.len() as u64;
         let mut archs = std::collections::BTreeSet::new();
         for (key, cubin) in cubins {
-            archs.insert(cubin_arch(&cubin).map_err(|reason| TuneDbError::Refused { what: format!("cubin {key}"), reason })?.0);
+            archs.insert(
+                cubin_arch(&cubin)
+                    .map_err(|reason| TuneDbError::Refused {
+                        what: format!("cubin {key}"),
+                        reason,
+                    })?
+                    .0,
+            );
             entries.insert(format!("{CUBIN_PREFIX}{key}").into_bytes(), cubin);
         }
         manifest.archs = archs.into_iter().collect();
         manifest.cubins = entries.len() as u64 - manifest.records;
-        let text = serde_json::to_vec(&manifest).map_err(|e| TuneDbError::damaged("bundle manifest", e.to_string()))?;
+        let text = serde_json::to_vec(&manifest)
+            .map_err(|e| TuneDbError::damaged("bundle manifest", e.to_string()))?;
         entries.insert(MANIFEST_KEY.to_vec(), text);
         files::publish(path, |out| frames::write_frames(out, &FORMAT, 0, &entries))?;
         Ok(manifest)
@@ -135,8 +152,12 @@ impl Bundle {
     /// [`TuneDbError::Damaged`] if its entry is broken.
     pub fn record(&self, key: &TuneKey) -> Result<Option<Record>> {
         let key = key.to_string();
-        let value = self.frames.get(format!("{RECORD_PREFIX}{key}").as_bytes())?;
-        value.map(|value| read_entry(key.as_bytes(), &value)).transpose()
+        let value = self
+            .frames
+            .get(format!("{RECORD_PREFIX}{key}").as_bytes())?;
+        value
+            .map(|value| read_entry(key.as_bytes(), &value))
+            .transpose()
     }
 
     /// Keys of records with this prefix; keys that cannot be read are left out.
@@ -144,8 +165,19 @@ impl Bundle {
     /// # Errors
     /// [`TuneDbError::Damaged`] if the file cannot be read.
     pub fn keys_with_prefix(&self, prefix: &str) -> Result<Vec<TuneKey>> {
-        let keys = self.frames.keys_with_prefix(format!("{RECORD_PREFIX}{prefix}").as_bytes())?;
-        Ok(keys.iter().filter_map(|key| std::str::from_utf8(key).ok()?.strip_prefix(RECORD_PREFIX)?.parse().ok()).collect())
+        let keys = self
+            .frames
+            .keys_with_prefix(format!("{RECORD_PREFIX}{prefix}").as_bytes())?;
+        Ok(keys
+            .iter()
+            .filter_map(|key| {
+                std::str::from_utf8(key)
+                    .ok()?
+                    .strip_prefix(RECORD_PREFIX)?
+                    .parse()
+                    .ok()
+            })
+            .collect())
     }
 
     /// Every record in order of its key, or why it cannot be read.
@@ -155,7 +187,10 @@ impl Bundle {
     pub fn records(&self) -> Result<Vec<Result<Record>>> {
         let keys = self.frames.keys_with_prefix(RECORD_PREFIX.as_bytes())?;
         let read = |key: &Vec<u8>| {
-            let value = self.frames.get(key)?.ok_or_else(|| TuneDbError::damaged("bundle", "a record's entry is gone"))?;
+            let value = self
+                .frames
+                .get(key)?
+                .ok_or_else(|| TuneDbError::damaged("bundle", "a record's entry is gone"))?;
             read_entry(&key[RECORD_PREFIX.len()..], &value)
         };
         Ok(keys.iter().map(read).collect())
@@ -166,11 +201,21 @@ impl Bundle {
     /// # Errors
     /// [`TuneDbError::Damaged`] if its entry is broken, [`TuneDbError::Refused`] if it is not a cubin for `arch`.
     pub fn cubin(&self, kernel_key: &str, arch: Arch) -> Result<Option<Vec<u8>>> {
-        let Some(cubin) = self.frames.get(format!("{CUBIN_PREFIX}{kernel_key}").as_bytes())? else { return Ok(None) };
-        let refused = |reason| TuneDbError::Refused { what: format!("bundle cubin {kernel_key:?}"), reason };
+        let Some(cubin) = self
+            .frames
+            .get(format!("{CUBIN_PREFIX}{kernel_key}").as_bytes())?
+        else {
+            return Ok(None);
+        };
+        let refused = |reason| TuneDbError::Refused {
+            what: format!("bundle cubin {kernel_key:?}"),
+            reason,
+        };
         let found = cubin_arch(&cubin).map_err(refused)?;
         if found != arch {
-            return Err(refused(format!("expected a cubin for {arch}, got one for {found}")));
+            return Err(refused(format!(
+                "expected a cubin for {arch}, got one for {found}"
+            )));
         }
         Ok(Some(cubin))
     }
@@ -181,7 +226,17 @@ impl Bundle {
     /// [`TuneDbError::Damaged`] if the file cannot be read.
     pub fn cubin_keys(&self) -> Result<Vec<String>> {
         let keys = self.frames.keys_with_prefix(CUBIN_PREFIX.as_bytes())?;
-        Ok(keys.iter().filter_map(|key| Some(std::str::from_utf8(key).ok()?.strip_prefix(CUBIN_PREFIX)?.to_string())).collect())
+        Ok(keys
+            .iter()
+            .filter_map(|key| {
+                Some(
+                    std::str::from_utf8(key)
+                        .ok()?
+                        .strip_prefix(CUBIN_PREFIX)?
+                        .to_string(),
+                )
+            })
+            .collect())
     }
 
     /// Reads and checks everything: digests, records against today's rules, cubins against the manifest's architectures,
@@ -222,21 +277,33 @@ impl Bundle {
         if key == MANIFEST_KEY {
             return Ok(Kind::Manifest);
         }
-        let refused = |reason: String| TuneDbError::Refused { what: "bundle entry".into(), reason };
+        let refused = |reason: String| TuneDbError::Refused {
+            what: "bundle entry".into(),
+            reason,
+        };
         let key = std::str::from_utf8(key).map_err(|_| refused("its name is not text".into()))?;
         if let Some(tune_key) = key.strip_prefix(RECORD_PREFIX) {
             if value.len() > MAX_RECORD_BYTES {
-                return Err(refused(format!("expected a record of at most {MAX_RECORD_BYTES} bytes, got {}", value.len())));
+                return Err(refused(format!(
+                    "expected a record of at most {MAX_RECORD_BYTES} bytes, got {}",
+                    value.len()
+                )));
             }
             validate::check_record(&read_entry(tune_key.as_bytes(), value)?)?;
             return Ok(Kind::Record);
         }
         if key.strip_prefix(CUBIN_PREFIX).is_none() {
-            return Err(refused(format!("expected a manifest, record or cubin, got {:?}", key.chars().take(80).collect::<String>())));
+            return Err(refused(format!(
+                "expected a manifest, record or cubin, got {:?}",
+                key.chars().take(80).collect::<String>()
+            )));
         }
         let arch = cubin_arch(value).map_err(refused)?;
         if !self.manifest.archs.contains(&arch.0) {
-            return Err(refused(format!("expected a cubin for one of {:?}, got one for {arch}", self.manifest.archs)));
+            return Err(refused(format!(
+                "expected a cubin for one of {:?}, got one for {arch}",
+                self.manifest.archs
+            )));
         }
         Ok(Kind::Cubin)
     }
@@ -252,9 +319,24 @@ impl Bundle {
         let bundle = Bundle::from_bytes(bytes.clone(), &from.display().to_string())?;
         let faults = bundle.verify();
         if !faults.is_empty() {
-            let more = if faults.len() > 5 { format!("; and {} more", faults.len() - 5) } else { String::new() };
-            let reason = format!("{}{more}", faults.iter().take(5).cloned().collect::<Vec<_>>().join("; "));
-            return Err(TuneDbError::Refused { what: from.display().to_string(), reason });
+            let more = if faults.len() > 5 {
+                format!("; and {} more", faults.len() - 5)
+            } else {
+                String::new()
+            };
+            let reason = format!(
+                "{}{more}",
+                faults
+                    .iter()
+                    .take(5)
+                    .cloned()
+                    .collect::<Vec<_>>()
+                    .join("; ")
+            );
+            return Err(TuneDbError::Refused {
+                what: from.display().to_string(),
+                reason,
+            });
         }
         let path = bundles.join(format!("{}.{}", bundle.digest(), Bundle::EXTENSION));
         files::publish(&path, |out| out.write_all(&bytes))?;
@@ -276,7 +358,9 @@ pub fn cubin_arch(cubin: &[u8]) -> std::result::Result<Arch, String> {
     }
     let machine = u16::from_le_bytes([cubin[18], cubin[19]]);
     if machine != EM_CUDA {
-        return Err(format!("expected an ELF file for CUDA (machine {EM_CUDA}), got machine {machine}"));
+        return Err(format!(
+            "expected an ELF file for CUDA (machine {EM_CUDA}), got machine {machine}"
+        ));
     }
     // Up to ABI 7 the low byte of e_flags holds the architecture, since ABI 8 (CUDA 13) the byte above it.
     let abi = cubin[8];

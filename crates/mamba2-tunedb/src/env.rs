@@ -53,7 +53,9 @@ impl Environment {
     /// The variables of this process.
     pub fn from_process() -> Environment {
         let get = |name: &'static str| std::env::var_os(name).map(|value| (name, value));
-        Environment { values: NAMES.into_iter().filter_map(get).collect() }
+        Environment {
+            values: NAMES.into_iter().filter_map(get).collect(),
+        }
     }
 
     /// An environment made of the given pairs; names this project does not know are left out.
@@ -69,7 +71,10 @@ impl Environment {
 
     /// A variable that is set and not empty.
     fn get(&self, name: &str) -> Option<&OsStr> {
-        self.values.get(name).map(OsString::as_os_str).filter(|v| !v.is_empty())
+        self.values
+            .get(name)
+            .map(OsString::as_os_str)
+            .filter(|v| !v.is_empty())
     }
 
     pub(crate) fn path(&self, name: &str) -> Option<PathBuf> {
@@ -81,7 +86,9 @@ impl Environment {
     /// # Errors
     /// [`TuneDbError::Environment`] if it holds anything but `replay`, `tune` or `default-only`.
     pub fn mode(&self) -> Result<Option<Mode>> {
-        let Some(value) = self.get("MAMBA2_MODE") else { return Ok(None) };
+        let Some(value) = self.get("MAMBA2_MODE") else {
+            return Ok(None);
+        };
         match value.to_str() {
             Some("replay") => Ok(Some(Mode::Replay)),
             Some("tune") => Ok(Some(Mode::Tune)),
@@ -101,10 +108,20 @@ impl Environment {
     pub fn shard(&self) -> Result<Option<Shard>> {
         if let Some(id) = self.number("SLURM_ARRAY_TASK_ID")? {
             let first = self.number("SLURM_ARRAY_TASK_MIN")?.unwrap_or(0);
-            return self.make_shard("SLURM_ARRAY_TASK_ID", id.checked_sub(first), "SLURM_ARRAY_TASK_COUNT", "Slurm array");
+            return self.make_shard(
+                "SLURM_ARRAY_TASK_ID",
+                id.checked_sub(first),
+                "SLURM_ARRAY_TASK_COUNT",
+                "Slurm array",
+            );
         }
         if let Some(index) = self.number("JOB_COMPLETION_INDEX")? {
-            return self.make_shard("JOB_COMPLETION_INDEX", Some(index), "JOB_COMPLETIONS", "Kubernetes indexed job");
+            return self.make_shard(
+                "JOB_COMPLETION_INDEX",
+                Some(index),
+                "JOB_COMPLETIONS",
+                "Kubernetes indexed job",
+            );
         }
         if let Some(rank) = self.number("RANK")? {
             return self.make_shard("RANK", Some(rank), "WORLD_SIZE", "torchrun");
@@ -119,21 +136,39 @@ impl Environment {
         count_name: &'static str,
         source: &'static str,
     ) -> Result<Option<Shard>> {
-        let count = self.number(count_name)?.filter(|n| *n > 0).ok_or_else(|| TuneDbError::Environment {
-            name: count_name,
-            expected: "the number of tasks, at least 1, beside the task's index",
-            got: self.get(count_name).unwrap_or_default().to_string_lossy().into_owned(),
+        let count = self.number(count_name)?.filter(|n| *n > 0).ok_or_else(|| {
+            TuneDbError::Environment {
+                name: count_name,
+                expected: "the number of tasks, at least 1, beside the task's index",
+                got: self
+                    .get(count_name)
+                    .unwrap_or_default()
+                    .to_string_lossy()
+                    .into_owned(),
+            }
         })?;
-        let index = index.filter(|i| *i < count).ok_or_else(|| TuneDbError::Environment {
-            name,
-            expected: "an index within the number of tasks",
-            got: self.get(name).unwrap_or_default().to_string_lossy().into_owned(),
-        })?;
-        Ok(Some(Shard { index, count, source }))
+        let index = index
+            .filter(|i| *i < count)
+            .ok_or_else(|| TuneDbError::Environment {
+                name,
+                expected: "an index within the number of tasks",
+                got: self
+                    .get(name)
+                    .unwrap_or_default()
+                    .to_string_lossy()
+                    .into_owned(),
+            })?;
+        Ok(Some(Shard {
+            index,
+            count,
+            source,
+        }))
     }
 
     fn number(&self, name: &'static str) -> Result<Option<u64>> {
-        let Some(value) = self.get(name) else { return Ok(None) };
+        let Some(value) = self.get(name) else {
+            return Ok(None);
+        };
         let parsed = value.to_str().and_then(|text| text.parse().ok());
         parsed.map(Some).ok_or_else(|| TuneDbError::Environment {
             name,
@@ -150,11 +185,30 @@ mod tests {
     #[test]
     fn every_scheduler_names_its_shard() {
         let shard = |pairs: &[(&str, &str)]| Environment::from_pairs(pairs.iter().copied()).shard();
-        let slurm = [("SLURM_ARRAY_TASK_ID", "3"), ("SLURM_ARRAY_TASK_MIN", "1"), ("SLURM_ARRAY_TASK_COUNT", "4")];
-        assert_eq!(shard(&slurm).unwrap(), Some(Shard { index: 2, count: 4, source: "Slurm array" }));
+        let slurm = [
+            ("SLURM_ARRAY_TASK_ID", "3"),
+            ("SLURM_ARRAY_TASK_MIN", "1"),
+            ("SLURM_ARRAY_TASK_COUNT", "4"),
+        ];
+        assert_eq!(
+            shard(&slurm).unwrap(),
+            Some(Shard {
+                index: 2,
+                count: 4,
+                source: "Slurm array"
+            })
+        );
         let kubernetes = [("JOB_COMPLETION_INDEX", "0"), ("JOB_COMPLETIONS", "2")];
-        assert_eq!(shard(&kubernetes).unwrap().map(|s| (s.index, s.count)), Some((0, 2)));
-        assert_eq!(shard(&[("RANK", "7"), ("WORLD_SIZE", "8")]).unwrap().map(|s| (s.index, s.count)), Some((7, 8)));
+        assert_eq!(
+            shard(&kubernetes).unwrap().map(|s| (s.index, s.count)),
+            Some((0, 2))
+        );
+        assert_eq!(
+            shard(&[("RANK", "7"), ("WORLD_SIZE", "8")])
+                .unwrap()
+                .map(|s| (s.index, s.count)),
+            Some((7, 8))
+        );
         assert_eq!(shard(&[]).unwrap(), None);
     }
 
@@ -165,9 +219,16 @@ mod tests {
             vec![("RANK", "8"), ("WORLD_SIZE", "8")],
             vec![("RANK", "one"), ("WORLD_SIZE", "8")],
             vec![("RANK", "0"), ("WORLD_SIZE", "0")],
-            vec![("SLURM_ARRAY_TASK_ID", "0"), ("SLURM_ARRAY_TASK_MIN", "1"), ("SLURM_ARRAY_TASK_COUNT", "4")],
+            vec![
+                ("SLURM_ARRAY_TASK_ID", "0"),
+                ("SLURM_ARRAY_TASK_MIN", "1"),
+                ("SLURM_ARRAY_TASK_COUNT", "4"),
+            ],
         ] {
-            assert!(Environment::from_pairs(pairs.clone()).shard().is_err(), "{pairs:?}");
+            assert!(
+                Environment::from_pairs(pairs.clone()).shard().is_err(),
+                "{pairs:?}"
+            );
         }
     }
 

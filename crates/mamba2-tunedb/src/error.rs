@@ -97,13 +97,23 @@ pub enum TuneDbError {
 }
 
 impl TuneDbError {
-    pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> TuneDbError {
+    pub(crate) fn io(
+        action: &'static str,
+        path: impl Into<PathBuf>,
+    ) -> impl FnOnce(std::io::Error) -> TuneDbError {
         let path = path.into();
-        move |source| TuneDbError::Io { action, path, source }
+        move |source| TuneDbError::Io {
+            action,
+            path,
+            source,
+        }
     }
 
     pub(crate) fn damaged(what: impl Into<String>, detail: impl Into<String>) -> TuneDbError {
-        TuneDbError::Damaged { what: what.into(), detail: detail.into() }
+        TuneDbError::Damaged {
+            what: what.into(),
+            detail: detail.into(),
+        }
     }
 }
 

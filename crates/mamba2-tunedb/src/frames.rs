@@ -75,7 +75,11 @@ enum Source {
 impl Source {
     fn len(&self) -> std::io::Result<u64> {
         match self {
-            Source::File(file) => Ok(file.lock().unwrap_or_else(PoisonError::into_inner).metadata()?.len()),
+            Source::File(file) => Ok(file
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .metadata()?
+                .len()),
             Source::Bytes(bytes) => Ok(bytes.len() as u64),
         }
     }
@@ -88,7 +92,9 @@ impl Source {
                 file.read_exact(out)
             }
             Source::Bytes(bytes) => {
-                let range = usize::try_from(offset).ok().and_then(|start| bytes.get(start..start.checked_add(out.len())?));
+                let range = usize::try_from(offset)
+                    .ok()
+                    .and_then(|start| bytes.get(start..start.checked_add(out.len())?));
                 out.copy_from_slice(range.ok_or(std::io::ErrorKind::UnexpectedEof)?);
                 Ok(())
             }
@@ -106,7 +112,10 @@ pub(crate) struct FrameFile {
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    bytes[at..at + 4].iter().rev().fold(0, |n, b| n << 8 | u32::from(*b))
+    bytes[at..at + 4]
+        .iter()
+        .rev()
+        .fold(0, |n, b| n << 8 | u32::from(*b))
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
@@ -130,35 +139,64 @@ impl FrameFile {
 
     fn open(source: Source, what: String, format: &Format) -> Result<FrameFile> {
         let bad = |detail: String| TuneDbError::damaged(&what, detail);
-        let too_large = |of: &str, limit: u64, got: u64, unit| TuneDbError::TooLarge { what: format!("{what}: {of}"), limit, got, unit };
+        let too_large = |of: &str, limit: u64, got: u64, unit| TuneDbError::TooLarge {
+            what: format!("{what}: {of}"),
+            limit,
+            got,
+            unit,
+        };
         let length = source.len().map_err(|e| bad(e.to_string()))?;
         if length < HEADER_BYTES as u64 {
-            return Err(bad(format!("expected at least {HEADER_BYTES} bytes, got {length}")));
+            return Err(bad(format!(
+                "expected at least {HEADER_BYTES} bytes, got {length}"
+            )));
         }
         if length > format.max_file_bytes {
             return Err(too_large("file", format.max_file_bytes, length, "bytes"));
         }
         let mut header = [0; HEADER_BYTES];
-        source.read_at(0, &mut header).map_err(|e| bad(e.to_string()))?;
+        source
+            .read_at(0, &mut header)
+            .map_err(|e| bad(e.to_string()))?;
         if header[..8] != format.magic {
-            return Err(bad(format!("expected the mark {:?}, got {:?}", bytes_text(&format.magic), bytes_text(&header[..8]))));
+            return Err(bad(format!(
+                "expected the mark {:?}, got {:?}",
+                bytes_text(&format.magic),
+                bytes_text(&header[..8])
+            )));
         }
         let version = u32_at(&header, 8);
         if version > format.version {
-            return Err(TuneDbError::Newer { what, expected: format.version, got: version });
+            return Err(TuneDbError::Newer {
+                what,
+                expected: format.version,
+                got: version,
+            });
         }
-        let (count, index_offset, generation) = (u64_at(&header, 16), u64_at(&header, 24), u64_at(&header, 32));
+        let (count, index_offset, generation) = (
+            u64_at(&header, 16),
+            u64_at(&header, 24),
+            u64_at(&header, 32),
+        );
         if count > format.max_entries {
             return Err(too_large("index", format.max_entries, count, "entries"));
         }
         let index_bytes = count * INDEX_ROW_BYTES as u64;
-        if index_offset < HEADER_BYTES as u64 || index_offset.checked_add(index_bytes) != Some(length) {
-            return Err(bad(format!("expected {index_offset} bytes and an index of {count} entries, got {length} bytes")));
+        if index_offset < HEADER_BYTES as u64
+            || index_offset.checked_add(index_bytes) != Some(length)
+        {
+            return Err(bad(format!(
+                "expected {index_offset} bytes and an index of {count} entries, got {length} bytes"
+            )));
         }
         let mut index = vec![0; index_bytes as usize];
-        source.read_at(index_offset, &mut index).map_err(|e| bad(e.to_string()))?;
+        source
+            .read_at(index_offset, &mut index)
+            .map_err(|e| bad(e.to_string()))?;
         if short_digest(&[&header[..COVERED_HEADER_BYTES], &index]) != digest_at(&header, 48) {
-            return Err(bad("header and index do not have the digest written in the header".into()));
+            return Err(bad(
+                "header and index do not have the digest written in the header".into(),
+            ));
         }
         let mut rows = Vec::with_capacity(count as usize);
         for chunk in index.chunks_exact(INDEX_ROW_BYTES) {
@@ -169,15 +207,30 @@ impl FrameFile {
                 digest: digest_at(chunk, 16),
             };
             if row.key_len > format.max_key_bytes || row.value_len > format.max_value_bytes {
-                return Err(bad(format!("an entry claims a key of {} bytes and a value of {} bytes", row.key_len, row.value_len)));
+                return Err(bad(format!(
+                    "an entry claims a key of {} bytes and a value of {} bytes",
+                    row.key_len, row.value_len
+                )));
             }
-            let end = row.offset.checked_add(u64::from(row.key_len) + u64::from(row.value_len));
-            if row.offset < (HEADER_BYTES + FRAME_HEADER_BYTES) as u64 || end.is_none_or(|end| end > index_offset) {
-                return Err(bad(format!("an entry at {} lies outside the body", row.offset)));
+            let end = row
+                .offset
+                .checked_add(u64::from(row.key_len) + u64::from(row.value_len));
+            if row.offset < (HEADER_BYTES + FRAME_HEADER_BYTES) as u64
+                || end.is_none_or(|end| end > index_offset)
+            {
+                return Err(bad(format!(
+                    "an entry at {} lies outside the body",
+                    row.offset
+                )));
             }
             rows.push(row);
         }
-        Ok(FrameFile { source, what, rows, generation })
+        Ok(FrameFile {
+            source,
+            what,
+            rows,
+            generation,
+        })
     }
 
     pub fn len(&self) -> usize {
@@ -197,7 +250,9 @@ impl FrameFile {
 
     fn read(&self, offset: u64, len: u32) -> Result<Vec<u8>> {
         let mut bytes = vec![0; len as usize];
-        self.source.read_at(offset, &mut bytes).map_err(|e| TuneDbError::damaged(&self.what, format!("entry at {offset}: {e}")))?;
+        self.source
+            .read_at(offset, &mut bytes)
+            .map_err(|e| TuneDbError::damaged(&self.what, format!("entry at {offset}: {e}")))?;
         Ok(bytes)
     }
 
@@ -212,7 +267,10 @@ impl FrameFile {
         let mut key = self.read(row.offset, row.key_len + row.value_len)?;
         let value = key.split_off(row.key_len as usize);
         if short_digest(&[&key, &value]) != row.digest {
-            return Err(TuneDbError::damaged(&self.what, format!("entry {i} at {} does not have its digest", row.offset)));
+            return Err(TuneDbError::damaged(
+                &self.what,
+                format!("entry {i} at {} does not have its digest", row.offset),
+            ));
         }
         Ok((key, value))
     }
@@ -222,7 +280,11 @@ impl FrameFile {
         let (mut low, mut high) = (0, self.rows.len());
         while low < high {
             let middle = low + (high - low) / 2;
-            if self.key(middle)?.as_slice() < key { low = middle + 1 } else { high = middle }
+            if self.key(middle)?.as_slice() < key {
+                low = middle + 1
+            } else {
+                high = middle
+            }
         }
         Ok(low)
     }
@@ -250,7 +312,11 @@ impl FrameFile {
 }
 
 fn bytes_text(bytes: &[u8]) -> String {
-    bytes.iter().flat_map(|b| std::ascii::escape_default(*b)).map(char::from).collect()
+    bytes
+        .iter()
+        .flat_map(|b| std::ascii::escape_default(*b))
+        .map(char::from)
+        .collect()
 }
 
 /// Writes entries, which must come sorted by key without repeats.
@@ -265,9 +331,14 @@ pub(crate) fn write_frames(
     let mut digests = Vec::with_capacity(entries.len());
     for (key, value) in entries {
         let fits = |len: usize, max: u32| u32::try_from(len).ok().filter(|n| *n <= max);
-        let (Some(key_len), Some(value_len)) = (fits(key.len(), format.max_key_bytes), fits(value.len(), format.max_value_bytes))
-        else {
-            return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "an entry is larger than its format allows"));
+        let (Some(key_len), Some(value_len)) = (
+            fits(key.len(), format.max_key_bytes),
+            fits(value.len(), format.max_value_bytes),
+        ) else {
+            return Err(std::io::Error::new(
+                std::io::ErrorKind::InvalidInput,
+                "an entry is larger than its format allows",
+            ));
         };
         let digest = short_digest(&[key, value]);
         index.extend_from_slice(&(offset + FRAME_HEADER_BYTES as u64).to_le_bytes());
@@ -303,7 +374,10 @@ pub(crate) fn write_frames(
 pub(crate) fn salvage(bytes: &[u8], format: &Format) -> Vec<(Vec<u8>, Vec<u8>)> {
     let mut found = Vec::new();
     let mut at = 0;
-    while let Some(rest) = bytes.get(at..).filter(|rest| rest.len() >= FRAME_HEADER_BYTES) {
+    while let Some(rest) = bytes
+        .get(at..)
+        .filter(|rest| rest.len() >= FRAME_HEADER_BYTES)
+    {
         match frame_at(rest, format) {
             Some((key, value, length)) => {
                 found.push((key.to_vec(), value.to_vec()));
@@ -325,6 +399,9 @@ fn frame_at<'a>(rest: &'a [u8], format: &Format) -> Option<(&'a [u8], &'a [u8], 
     }
     let key_end = FRAME_HEADER_BYTES + key_len as usize;
     let end = key_end.checked_add(value_len as usize)?;
-    let (key, value) = (rest.get(FRAME_HEADER_BYTES..key_end)?, rest.get(key_end..end)?);
+    let (key, value) = (
+        rest.get(FRAME_HEADER_BYTES..key_end)?,
+        rest.get(key_end..end)?,
+    );
     (short_digest(&[key, value]) == digest_at(rest, 12)).then_some((key, value, end))
 }

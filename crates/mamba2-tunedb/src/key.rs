@@ -2,7 +2,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use mamba2_spec::{
-    Alignment, Arch, ChunkSize, DKind, DeviceFacts, Dtype, DtLimit, Kernel, Precision, Problem, StepProblem,
+    Alignment, Arch, ChunkSize, DKind, DeviceFacts, DtLimit, Dtype, Kernel, Precision, Problem,
+    StepProblem,
 };
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -47,7 +48,10 @@ enum Options {
         tf32: bool,
         aligned: bool,
     },
-    Step { state_dtype: Dtype, indices: bool },
+    Step {
+        state_dtype: Dtype,
+        indices: bool,
+    },
 }
 
 /// The part of a key that must agree exactly, even for a nearest match: schema, device facts, subject, dtypes, flags and
@@ -164,7 +168,12 @@ impl TuneKey {
             ngroups,
             dstate,
         };
-        TuneKey { family, batch, sequences: problem.sequences(), seqlen }
+        TuneKey {
+            family,
+            batch,
+            sequences: problem.sequences(),
+            seqlen,
+        }
     }
 
     /// Key of a decode step. The number of slots is left out: it only bounds addresses.
@@ -200,13 +209,21 @@ impl TuneKey {
             dt_bias,
             dt_softplus,
             dt_limit: dt_limit != DtLimit::NONE,
-            options: Options::Step { state_dtype, indices },
+            options: Options::Step {
+                state_dtype,
+                indices,
+            },
             nheads,
             headdim,
             ngroups,
             dstate,
         };
-        TuneKey { family, batch, sequences: batch, seqlen: tokens }
+        TuneKey {
+            family,
+            batch,
+            sequences: batch,
+            seqlen: tokens,
+        }
     }
 
     /// What the entry is about.
@@ -236,7 +253,13 @@ impl TuneKey {
 
     /// True if both keys are of GPUs that tune alike.
     pub fn same_device(&self, other: &TuneKey) -> bool {
-        let facts = |k: &TuneKey| (k.family.arch, k.family.sm_count, k.family.shared_memory_bytes);
+        let facts = |k: &TuneKey| {
+            (
+                k.family.arch,
+                k.family.sm_count,
+                k.family.shared_memory_bytes,
+            )
+        };
         facts(self) == facts(other)
     }
 
@@ -259,7 +282,11 @@ impl TuneKey {
             (0, _) | (_, 0) => f64::INFINITY,
             _ => (a as f64 / b as f64).log2().abs(),
         };
-        let axes = [axis(self.batch, other.batch), axis(self.sequences, other.sequences), axis(self.seqlen, other.seqlen)];
+        let axes = [
+            axis(self.batch, other.batch),
+            axis(self.sequences, other.sequences),
+            axis(self.seqlen, other.seqlen),
+        ];
         Some(axes.into_iter().fold(0.0, f64::max))
     }
 
@@ -270,14 +297,25 @@ impl TuneKey {
             sm_count: self.family.sm_count,
             shared_memory_optin_bytes: self.family.shared_memory_bytes,
             l2_bytes: 0,
-            name: format!("{} with {} multiprocessors", self.family.arch, self.family.sm_count),
+            name: format!(
+                "{} with {} multiprocessors",
+                self.family.arch, self.family.sm_count
+            ),
         }
     }
 
     /// A problem with this key, or `None` for a step's key. A dt_limit stands for any.
     pub fn problem(&self) -> Option<Problem> {
         let f = &self.family;
-        let Options::Forward { initial_states, final_states, packed, chunk_size, tf32, aligned } = f.options else {
+        let Options::Forward {
+            initial_states,
+            final_states,
+            packed,
+            chunk_size,
+            tf32,
+            aligned,
+        } = f.options
+        else {
             return None;
         };
         Some(Problem {
@@ -297,16 +335,34 @@ impl TuneKey {
             initial_states,
             final_states,
             packed: packed.then_some(self.sequences),
-            chunk_size: if chunk_size == 0 { ChunkSize::Tuned } else { ChunkSize::Fixed(chunk_size) },
-            precision: if tf32 { Precision::Tf32 } else { Precision::Float32 },
-            alignment: if aligned { Alignment::Bytes16 } else { Alignment::Element },
+            chunk_size: if chunk_size == 0 {
+                ChunkSize::Tuned
+            } else {
+                ChunkSize::Fixed(chunk_size)
+            },
+            precision: if tf32 {
+                Precision::Tf32
+            } else {
+                Precision::Float32
+            },
+            alignment: if aligned {
+                Alignment::Bytes16
+            } else {
+                Alignment::Element
+            },
         })
     }
 
     /// A step with this key, or `None` for a forward key.
     pub fn step_problem(&self) -> Option<StepProblem> {
         let f = &self.family;
-        let Options::Step { state_dtype, indices } = f.options else { return None };
+        let Options::Step {
+            state_dtype,
+            indices,
+        } = f.options
+        else {
+            return None;
+        };
         Some(StepProblem {
             batch: self.batch,
             tokens: self.seqlen,
@@ -329,7 +385,14 @@ impl TuneKey {
 }
 
 fn some_limit(limited: bool) -> DtLimit {
-    if limited { DtLimit { min: 0.001, max: 0.1 } } else { DtLimit::NONE }
+    if limited {
+        DtLimit {
+            min: 0.001,
+            max: 0.1,
+        }
+    } else {
+        DtLimit::NONE
+    }
 }
 
 fn optional_dtype(dtype: Option<Dtype>) -> &'static str {
@@ -359,7 +422,14 @@ impl fmt::Display for Family {
             u8::from(self.dt_limit),
         )?;
         match self.options {
-            Options::Forward { initial_states, final_states, packed, chunk_size, tf32, aligned } => write!(
+            Options::Forward {
+                initial_states,
+                final_states,
+                packed,
+                chunk_size,
+                tf32,
+                aligned,
+            } => write!(
                 f,
                 ",init={},final={},packed={},q={chunk_size},tf32={},align={}",
                 optional_dtype(initial_states),
@@ -368,15 +438,26 @@ impl fmt::Display for Family {
                 u8::from(tf32),
                 if aligned { 16 } else { 1 },
             )?,
-            Options::Step { state_dtype, indices } => write!(f, ",state={state_dtype},indices={}", u8::from(indices))?,
+            Options::Step {
+                state_dtype,
+                indices,
+            } => write!(f, ",state={state_dtype},indices={}", u8::from(indices))?,
         }
-        write!(f, ",h={},p={},g={},n={}", self.nheads, self.headdim, self.ngroups, self.dstate)
+        write!(
+            f,
+            ",h={},p={},g={},n={}",
+            self.nheads, self.headdim, self.ngroups, self.dstate
+        )
     }
 }
 
 impl fmt::Display for TuneKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{},b={},s={},l={}", self.family, self.batch, self.sequences, self.seqlen)
+        write!(
+            f,
+            "{},b={},s={},l={}",
+            self.family, self.batch, self.sequences, self.seqlen
+        )
     }
 }
 
@@ -388,7 +469,10 @@ struct Pairs<'a> {
 
 impl<'a> Pairs<'a> {
     fn bad(&self, name: &str, got: &str) -> TuneDbError {
-        TuneDbError::damaged(format!("key {:?}", self.text), format!("expected {name}=..., got {got:?}"))
+        TuneDbError::damaged(
+            format!("key {:?}", self.text),
+            format!("expected {name}=..., got {got:?}"),
+        )
     }
 
     fn text(&mut self, name: &str) -> Result<&'a str> {
@@ -432,10 +516,17 @@ impl FromStr for TuneKey {
                 unit: "bytes",
             });
         }
-        let mut p = Pairs { text, rest: text.split(',') };
+        let mut p = Pairs {
+            text,
+            rest: text.split(','),
+        };
         let schema = p.parse("schema")?;
         if schema > KEY_SCHEMA {
-            return Err(TuneDbError::Newer { what: format!("key {text:?}"), expected: KEY_SCHEMA, got: schema });
+            return Err(TuneDbError::Newer {
+                what: format!("key {text:?}"),
+                expected: KEY_SCHEMA,
+                got: schema,
+            });
         }
         let arch = Arch(p.parse("arch")?);
         let sm_count = p.parse("sms")?;
@@ -461,7 +552,10 @@ impl FromStr for TuneKey {
         let dt_softplus = p.flag("softplus")?;
         let dt_limit = p.flag("limit")?;
         let options = if subject == Subject::Step {
-            Options::Step { state_dtype: p.parse("state")?, indices: p.flag("indices")? }
+            Options::Step {
+                state_dtype: p.parse("state")?,
+                indices: p.flag("indices")?,
+            }
         } else {
             Options::Forward {
                 initial_states: p.optional_dtype("init")?,
@@ -476,7 +570,8 @@ impl FromStr for TuneKey {
                 },
             }
         };
-        let (nheads, headdim, ngroups, dstate) = (p.parse("h")?, p.parse("p")?, p.parse("g")?, p.parse("n")?);
+        let (nheads, headdim, ngroups, dstate) =
+            (p.parse("h")?, p.parse("p")?, p.parse("g")?, p.parse("n")?);
         let family = Family {
             schema,
             arch,
@@ -496,7 +591,12 @@ impl FromStr for TuneKey {
             ngroups,
             dstate,
         };
-        let key = TuneKey { family, batch: p.parse("b")?, sequences: p.parse("s")?, seqlen: p.parse("l")? };
+        let key = TuneKey {
+            family,
+            batch: p.parse("b")?,
+            sequences: p.parse("s")?,
+            seqlen: p.parse("l")?,
+        };
         let packed = matches!(options, Options::Forward { packed: true, .. });
         if !packed && key.sequences != key.batch {
             return Err(p.bad("s", "another number than b, though not packed"));
@@ -504,7 +604,10 @@ impl FromStr for TuneKey {
         // One spelling per key: "+1", "01" and trailing pairs would give two texts for one problem.
         let canonical = key.to_string();
         if canonical != text {
-            return Err(TuneDbError::damaged(format!("key {text:?}"), format!("expected the canonical form {canonical:?}")));
+            return Err(TuneDbError::damaged(
+                format!("key {text:?}"),
+                format!("expected the canonical form {canonical:?}"),
+            ));
         }
         Ok(key)
     }
@@ -518,6 +621,8 @@ impl Serialize for TuneKey {
 
 impl<'de> Deserialize<'de> for TuneKey {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+        String::deserialize(deserializer)?
+            .parse()
+            .map_err(serde::de::Error::custom)
     }
 }

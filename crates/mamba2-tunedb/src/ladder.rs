@@ -159,7 +159,9 @@ impl Source for BTreeMap<String, Record> {
     }
     fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>> {
         let prefix = key.family_prefix();
-        let range = self.range(prefix.clone()..).take_while(|(text, _)| text.starts_with(&prefix));
+        let range = self
+            .range(prefix.clone()..)
+            .take_while(|(text, _)| text.starts_with(&prefix));
         Ok(range.map(|(_, record)| record.key).collect())
     }
     fn sm_counts(&self, key: &TuneKey) -> Result<Vec<u32>> {
@@ -221,9 +223,14 @@ impl LadderBuilder {
     }
 
     fn import_bundles(&mut self, local: &LocalDb) {
-        let Ok(entries) = std::fs::read_dir(local.bundles_path()) else { return };
-        let mut paths: Vec<PathBuf> =
-            entries.flatten().map(|e| e.path()).filter(|p| p.extension().is_some_and(|e| e == Bundle::EXTENSION)).collect();
+        let Ok(entries) = std::fs::read_dir(local.bundles_path()) else {
+            return;
+        };
+        let mut paths: Vec<PathBuf> = entries
+            .flatten()
+            .map(|e| e.path())
+            .filter(|p| p.extension().is_some_and(|e| e == Bundle::EXTENSION))
+            .collect();
         paths.sort();
         for path in paths {
             match Bundle::open(&path) {
@@ -258,14 +265,18 @@ impl LadderBuilder {
     /// preferred over stale ones of any tier.
     #[must_use]
     pub fn templates(mut self, forward: impl Into<String>, step: impl Into<String>) -> Self {
-        self.templates = Templates { forward: Some(forward.into()), step: Some(step.into()) };
+        self.templates = Templates {
+            forward: Some(forward.into()),
+            step: Some(step.into()),
+        };
         self
     }
 
     /// Pins the config of one problem.
     #[must_use]
     pub fn pin(mut self, problem: &Problem, device: &DeviceFacts, config: StrategyConfig) -> Self {
-        self.overrides.insert(TuneKey::forward(problem, device), config);
+        self.overrides
+            .insert(TuneKey::forward(problem, device), config);
         self
     }
 
@@ -326,7 +337,10 @@ pub struct Ladder {
 
 impl fmt::Debug for Ladder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Ladder").field("mode", &self.mode).field("db", &self.db).finish_non_exhaustive()
+        f.debug_struct("Ladder")
+            .field("mode", &self.mode)
+            .field("db", &self.db)
+            .finish_non_exhaustive()
     }
 }
 
@@ -357,13 +371,21 @@ impl Ladder {
 
     /// Digest of the local snapshot, `None` without one. Ranks with the same digest, bundles and program answer alike.
     pub fn snapshot_digest(&self) -> Option<String> {
-        self.local.read().unwrap_or_else(PoisonError::into_inner).digest.clone()
+        self.local
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .digest
+            .clone()
     }
 
     /// What could not be used, each once.
     pub fn warnings(&self) -> Vec<String> {
         let local = self.local.read().unwrap_or_else(PoisonError::into_inner);
-        self.warnings.iter().chain(&local.warnings).cloned().collect()
+        self.warnings
+            .iter()
+            .chain(&local.warnings)
+            .cloned()
+            .collect()
     }
 
     /// Config of a forward pass. Fails only if no config at all is legal.
@@ -372,7 +394,12 @@ impl Ladder {
     /// [`crate::TuneDbError::Spec`] if the problem is not legal, the GPU too old, or nothing fits it.
     pub fn look_up(&self, problem: &Problem, device: &DeviceFacts) -> Result<Answer> {
         let key = TuneKey::forward(problem, device);
-        if let Some(answer) = self.answers.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
+        if let Some(answer) = self
+            .answers
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&key)
+        {
             return Ok(answer.clone());
         }
         let answer = self.answer_forward(&key, problem, device)?;
@@ -380,7 +407,12 @@ impl Ladder {
         Ok(answer)
     }
 
-    fn answer_forward(&self, key: &TuneKey, problem: &Problem, device: &DeviceFacts) -> Result<Answer> {
+    fn answer_forward(
+        &self,
+        key: &TuneKey,
+        problem: &Problem,
+        device: &DeviceFacts,
+    ) -> Result<Answer> {
         problem.check()?;
         device.arch.require_supported()?;
         let mut warnings = Vec::new();
@@ -396,20 +428,35 @@ impl Ladder {
         }
         if matches!(self.mode, Mode::Replay | Mode::Tune) {
             let check = |record: &Record| validate::check_strategy(record, problem, device);
-            if let Some(answer) = self.find(key, self.templates.forward.as_deref(), check, &mut warnings) {
+            if let Some(answer) =
+                self.find(key, self.templates.forward.as_deref(), check, &mut warnings)
+            {
                 return Ok(answer);
             }
         }
-        Ok(plain(rules::default_strategy(problem, device)?, Tier::Default, warnings))
+        Ok(plain(
+            rules::default_strategy(problem, device)?,
+            Tier::Default,
+            warnings,
+        ))
     }
 
     /// Config of a decode step.
     ///
     /// # Errors
     /// As [`Ladder::look_up`].
-    pub fn look_up_step(&self, problem: &StepProblem, device: &DeviceFacts) -> Result<Answer<StateUpdate>> {
+    pub fn look_up_step(
+        &self,
+        problem: &StepProblem,
+        device: &DeviceFacts,
+    ) -> Result<Answer<StateUpdate>> {
         let key = TuneKey::step(problem, device);
-        if let Some(answer) = self.step_answers.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
+        if let Some(answer) = self
+            .step_answers
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&key)
+        {
             return Ok(answer.clone());
         }
         problem.check()?;
@@ -422,7 +469,11 @@ impl Ladder {
         }
         let answer = match found {
             Some(answer) => answer,
-            None => plain(rules::default_step(problem, device)?, Tier::Default, warnings),
+            None => plain(
+                rules::default_step(problem, device)?,
+                Tier::Default,
+                warnings,
+            ),
         };
         remember(&self.step_answers, key, &answer);
         Ok(answer)
@@ -437,31 +488,56 @@ impl Ladder {
         warnings: &mut Vec<String>,
     ) -> Option<Answer<C>> {
         let local = self.local.read().unwrap_or_else(PoisonError::into_inner);
-        let mut tiers: Vec<(Tier, Tier, &dyn Source)> = vec![(Tier::Local, Tier::LocalNearest, &local.learned)];
-        tiers.extend(local.published.as_deref().map(|s| (Tier::Local, Tier::LocalNearest, s)));
-        tiers.extend(self.bundles.iter().map(|b| (Tier::Bundle, Tier::BundleNearest, &**b as &dyn Source)));
+        let mut tiers: Vec<(Tier, Tier, &dyn Source)> =
+            vec![(Tier::Local, Tier::LocalNearest, &local.learned)];
+        tiers.extend(
+            local
+                .published
+                .as_deref()
+                .map(|s| (Tier::Local, Tier::LocalNearest, s)),
+        );
+        tiers.extend(
+            self.bundles
+                .iter()
+                .map(|b| (Tier::Bundle, Tier::BundleNearest, &**b as &dyn Source)),
+        );
         tiers.push((Tier::Shipped, Tier::ShippedNearest, &self.shipped));
 
-        let usable = |source: &dyn Source, tier, at: &TuneKey, distance: f64, warnings: &mut Vec<String>| {
-            let legal = source.get(at).and_then(|found| found.map(|record| check(&record).map(|c| (c, record))).transpose());
-            match legal {
-                Ok(found) => found.map(|(config, record)| {
-                    let stale = template.is_some_and(|digest| digest != record.evidence.built_with.template_digest);
-                    Found { config, tier, distance, record, stale }
-                }),
-                Err(e) => {
-                    // Asked once a key and process: the answer is remembered.
-                    tracing::warn!("{tier} record passed over: {e}");
-                    warnings.push(format!("{tier}: {e}"));
-                    None
+        let usable =
+            |source: &dyn Source, tier, at: &TuneKey, distance: f64, warnings: &mut Vec<String>| {
+                let legal = source.get(at).and_then(|found| {
+                    found
+                        .map(|record| check(&record).map(|c| (c, record)))
+                        .transpose()
+                });
+                match legal {
+                    Ok(found) => found.map(|(config, record)| {
+                        let stale = template.is_some_and(|digest| {
+                            digest != record.evidence.built_with.template_digest
+                        });
+                        Found {
+                            config,
+                            tier,
+                            distance,
+                            record,
+                            stale,
+                        }
+                    }),
+                    Err(e) => {
+                        // Asked once a key and process: the answer is remembered.
+                        tracing::warn!("{tier} record passed over: {e}");
+                        warnings.push(format!("{tier}: {e}"));
+                        None
+                    }
                 }
-            }
-        };
+            };
 
         let mut stale = None;
         for (tier, _, source) in &tiers {
             match usable(*source, *tier, key, 0.0, warnings) {
-                Some(found) if !found.stale => return Some(answer(found, false, std::mem::take(warnings))),
+                Some(found) if !found.stale => {
+                    return Some(answer(found, false, std::mem::take(warnings)));
+                }
                 Some(found) if stale.is_none() => stale = Some(found),
                 _ => {}
             }
@@ -473,7 +549,10 @@ impl Ladder {
             let mut best: Option<Found<C>> = None;
             for (_, tier, source) in &tiers {
                 // The exact key was asked already.
-                for candidate in nearest(*source, near_key, warnings).into_iter().filter(|found| found != key) {
+                for candidate in nearest(*source, near_key, warnings)
+                    .into_iter()
+                    .filter(|found| found != key)
+                {
                     let distance = near_key.distance(&candidate).unwrap_or(f64::INFINITY);
                     if let Some(found) = usable(*source, *tier, &candidate, distance, warnings) {
                         let rank = |f: &Found<C>| (f.stale, f.distance);
@@ -490,7 +569,10 @@ impl Ladder {
             return Some(answer(found, false, std::mem::take(warnings)));
         }
         if self.other_device {
-            let mut counts: Vec<u32> = tiers.iter().flat_map(|(_, _, s)| s.sm_counts(key).unwrap_or_default()).collect();
+            let mut counts: Vec<u32> = tiers
+                .iter()
+                .flat_map(|(_, _, s)| s.sm_counts(key).unwrap_or_default())
+                .collect();
             counts.retain(|n| *n != key.sm_count());
             counts.sort_by_key(|n| (n.abs_diff(key.sm_count()), *n));
             counts.dedup();
@@ -513,7 +595,13 @@ impl Ladder {
 
     /// Reads the local tier again, as after tuning or on request. Writes nothing.
     pub fn reload(&self) {
-        let learned = std::mem::take(&mut self.local.write().unwrap_or_else(PoisonError::into_inner).learned);
+        let learned = std::mem::take(
+            &mut self
+                .local
+                .write()
+                .unwrap_or_else(PoisonError::into_inner)
+                .learned,
+        );
         let local = self.read_local(learned);
         local.warnings.iter().for_each(|w| tracing::warn!("{w}"));
         *self.local.write().unwrap_or_else(PoisonError::into_inner) = local;
@@ -521,7 +609,10 @@ impl Ladder {
     }
 
     fn read_local(&self, learned: BTreeMap<String, Record>) -> Local {
-        let mut local = Local { learned, ..Local::default() };
+        let mut local = Local {
+            learned,
+            ..Local::default()
+        };
         if let Some(store) = &self.store {
             local.published = Some(store.clone());
             return local;
@@ -529,7 +620,10 @@ impl Ladder {
         let Some(db) = &self.db else { return local };
         for path in parts::list(&db.parts_path()) {
             match parts::read(&path) {
-                Ok(part) => part.records.into_iter().for_each(|record| merge_into(&mut local.learned, record)),
+                Ok(part) => part
+                    .records
+                    .into_iter()
+                    .for_each(|record| merge_into(&mut local.learned, record)),
                 Err(e) => local.warnings.push(format!("{e}; passed over")),
             }
         }
@@ -538,7 +632,9 @@ impl Ladder {
                 // A part may be older than what was committed since.
                 local.learned.retain(|_, record| {
                     let published = snapshot.get(&record.key).ok().flatten();
-                    published.is_none_or(|published| !std::ptr::eq(published.preferred(record), &published))
+                    published.is_none_or(|published| {
+                        !std::ptr::eq(published.preferred(record), &published)
+                    })
                 });
                 local.digest = Some(snapshot.digest());
                 local.published = Some(Arc::new(snapshot));
@@ -546,8 +642,12 @@ impl Ladder {
             Ok(None) => self.read_store(db, &mut local),
             Err(e) => {
                 let saved = Snapshot::salvage(&db.snapshot_path()).unwrap_or_default();
-                local.warnings.push(format!("{e}; using {} good records of it", saved.len()));
-                saved.into_iter().for_each(|record| merge_into(&mut local.learned, record));
+                local
+                    .warnings
+                    .push(format!("{e}; using {} good records of it", saved.len()));
+                saved
+                    .into_iter()
+                    .for_each(|record| merge_into(&mut local.learned, record));
                 self.read_store(db, &mut local);
             }
         }
@@ -560,14 +660,25 @@ impl Ladder {
             return;
         }
         match db.open_store(Duration::ZERO) {
-            Ok(store) => store.records().flatten().for_each(|record| merge_into(&mut local.learned, record)),
-            Err(e) => local.warnings.push(format!("{e}; going on without the local store")),
+            Ok(store) => store
+                .records()
+                .flatten()
+                .for_each(|record| merge_into(&mut local.learned, record)),
+            Err(e) => local
+                .warnings
+                .push(format!("{e}; going on without the local store")),
         }
     }
 
     fn forget(&self) {
-        self.answers.write().unwrap_or_else(PoisonError::into_inner).clear();
-        self.step_answers.write().unwrap_or_else(PoisonError::into_inner).clear();
+        self.answers
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clear();
+        self.step_answers
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clear();
     }
 }
 
@@ -585,14 +696,28 @@ fn nearest(source: &dyn Source, key: &TuneKey, warnings: &mut Vec<String>) -> Ve
         warnings.push(e.to_string());
         Vec::new()
     });
-    let mut near: Vec<(f64, TuneKey)> =
-        family.into_iter().filter_map(|k| key.distance(&k).filter(|d| *d <= NEAREST_BOUND).map(|d| (d, k))).collect();
+    let mut near: Vec<(f64, TuneKey)> = family
+        .into_iter()
+        .filter_map(|k| {
+            key.distance(&k)
+                .filter(|d| *d <= NEAREST_BOUND)
+                .map(|d| (d, k))
+        })
+        .collect();
     near.sort_by(|(a, ka), (b, kb)| a.total_cmp(b).then(kb.cmp(ka)));
     near.into_iter().map(|(_, k)| k).collect()
 }
 
 fn plain<C>(config: C, tier: Tier, warnings: Vec<String>) -> Answer<C> {
-    Answer { config, tier, distance: 0.0, record: None, stale: false, other_device: false, warnings }
+    Answer {
+        config,
+        tier,
+        distance: 0.0,
+        record: None,
+        stale: false,
+        other_device: false,
+        warnings,
+    }
 }
 
 fn answer<C>(found: Found<C>, other_device: bool, warnings: Vec<String>) -> Answer<C> {
@@ -607,7 +732,11 @@ fn answer<C>(found: Found<C>, other_device: bool, warnings: Vec<String>) -> Answ
     }
 }
 
-fn remember<C: Clone>(answers: &RwLock<HashMap<TuneKey, Answer<C>>>, key: TuneKey, answer: &Answer<C>) {
+fn remember<C: Clone>(
+    answers: &RwLock<HashMap<TuneKey, Answer<C>>>,
+    key: TuneKey,
+    answer: &Answer<C>,
+) {
     let mut answers = answers.write().unwrap_or_else(PoisonError::into_inner);
     if answers.len() >= MAX_ANSWERS {
         answers.clear();

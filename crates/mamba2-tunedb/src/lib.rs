@@ -64,7 +64,8 @@ pub use local::{Committed, DEFAULT_WAIT, LocalDb};
 pub use mode::Mode;
 pub use paths::{CacheDir, network_file_system};
 pub use record::{
-    Evidence, FailureStage, MAX_RECORD_BYTES, Outcome, Provenance, Record, Timing, config_text, kernel_config_text,
+    Evidence, FailureStage, MAX_RECORD_BYTES, Outcome, Provenance, Record, Timing, config_text,
+    kernel_config_text,
 };
 pub use shipped::Shipped;
 pub use snapshot::Snapshot;

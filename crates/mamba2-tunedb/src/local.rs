@@ -8,8 +8,8 @@ use crate::error::{Result, TuneDbError};
 use crate::files;
 use crate::key::TuneKey;
 use crate::lock::Lock;
-use crate::paths::{CacheDir, network_file_system};
 use crate::parts;
+use crate::paths::{CacheDir, network_file_system};
 use crate::record::{Record, Timing};
 use crate::seal;
 use crate::snapshot::Snapshot;
@@ -43,8 +43,13 @@ impl LocalDb {
     /// # Errors
     /// [`TuneDbError::NoDirectory`] with the reason, if there is none.
     pub fn in_cache(cache: &CacheDir) -> Result<LocalDb> {
-        let path = cache.path.as_ref().ok_or_else(|| TuneDbError::NoDirectory(cache.reason.clone()))?;
-        Ok(LocalDb { root: path.join(DIRECTORY) })
+        let path = cache
+            .path
+            .as_ref()
+            .ok_or_else(|| TuneDbError::NoDirectory(cache.reason.clone()))?;
+        Ok(LocalDb {
+            root: path.join(DIRECTORY),
+        })
     }
 
     /// The database's directory.
@@ -79,13 +84,22 @@ impl LocalDb {
     /// [`TuneDbError::NetworkFileSystem`], [`TuneDbError::Busy`], [`TuneDbError::Newer`] or [`TuneDbError::Io`].
     pub fn open_store(&self, wait: Duration) -> Result<Store> {
         if let Some(file_system) = network_file_system(&self.root) {
-            return Err(TuneDbError::NetworkFileSystem { path: self.store_path(), file_system });
+            return Err(TuneDbError::NetworkFileSystem {
+                path: self.store_path(),
+                file_system,
+            });
         }
-        let lock = Arc::new(Lock::acquire(&self.root.join("lock"), &self.store_path(), wait)?);
+        let lock = Arc::new(Lock::acquire(
+            &self.root.join("lock"),
+            &self.store_path(),
+            wait,
+        )?);
         compact::finish(&self.store_path())?;
         let store = match Store::open(&self.store_path(), &self.snapshot_path(), lock.clone()) {
             Ok(store) => store,
-            Err(e @ (TuneDbError::Damaged { .. } | TuneDbError::Store { .. })) => self.replace_store(&e, lock)?,
+            Err(e @ (TuneDbError::Damaged { .. } | TuneDbError::Store { .. })) => {
+                self.replace_store(&e, lock)?
+            }
             Err(e) => return Err(e),
         };
         self.recover_published(&store)?;
@@ -97,7 +111,10 @@ impl LocalDb {
     fn replace_store(&self, why: &TuneDbError, lock: Arc<Lock>) -> Result<Store> {
         let aside = files::set_aside(&self.store_path())?;
         seal::remove(&self.store_path())?;
-        tracing::warn!("{why}; set aside as {}, starting anew from the snapshot", aside.display());
+        tracing::warn!(
+            "{why}; set aside as {}, starting anew from the snapshot",
+            aside.display()
+        );
         Store::open(&self.store_path(), &self.snapshot_path(), lock)
     }
 
@@ -116,7 +133,11 @@ impl LocalDb {
         for record in &records {
             store.merge(record)?;
         }
-        tracing::warn!("{}: took {} records back from the snapshot", self.store_path().display(), records.len());
+        tracing::warn!(
+            "{}: took {} records back from the snapshot",
+            self.store_path().display(),
+            records.len()
+        );
         if generation < u64::MAX {
             store.set_generation(generation)?;
         }
@@ -163,7 +184,12 @@ impl LocalDb {
     ///
     /// # Errors
     /// [`TuneDbError::Io`] and the like if neither can be written. Computing can go on without.
-    pub fn commit(&self, records: &[Record], timings: &[Timing], wait: Duration) -> Result<Committed> {
+    pub fn commit(
+        &self,
+        records: &[Record],
+        timings: &[Timing],
+        wait: Duration,
+    ) -> Result<Committed> {
         match self.open_store(wait) {
             Ok(store) => {
                 store.put_timings(timings)?;
@@ -178,9 +204,12 @@ impl LocalDb {
                 }
                 Ok(Committed::Store)
             }
-            Err(TuneDbError::Busy { .. } | TuneDbError::NetworkFileSystem { .. }) => {
-                parts::write(&self.parts_path(), &self.newer_than_published(records), timings).map(Committed::Part)
-            }
+            Err(TuneDbError::Busy { .. } | TuneDbError::NetworkFileSystem { .. }) => parts::write(
+                &self.parts_path(),
+                &self.newer_than_published(records),
+                timings,
+            )
+            .map(Committed::Part),
             Err(e) => Err(e),
         }
     }
@@ -190,8 +219,13 @@ impl LocalDb {
         let published = self.snapshot().ok().flatten();
         let mut records = records.to_vec();
         for record in &mut records {
-            if let Some(Ok(Some(old))) = published.as_ref().map(|snapshot| snapshot.get(&record.key)) {
-                record.evidence.date_unix_s = record.evidence.date_unix_s.max(old.evidence.date_unix_s.saturating_add(1));
+            if let Some(Ok(Some(old))) =
+                published.as_ref().map(|snapshot| snapshot.get(&record.key))
+            {
+                record.evidence.date_unix_s = record
+                    .evidence
+                    .date_unix_s
+                    .max(old.evidence.date_unix_s.saturating_add(1));
             }
         }
         records
@@ -214,8 +248,13 @@ impl LocalDb {
                 Ok(timings)
             }
             Err(TuneDbError::NetworkFileSystem { .. }) => {
-                let read = parts::list(&self.parts_path()).into_iter().filter_map(|path| parts::read(&path).ok());
-                Ok(read.flat_map(|part| part.timings).filter(|timing| keys.contains(&timing.key)).collect())
+                let read = parts::list(&self.parts_path())
+                    .into_iter()
+                    .filter_map(|path| parts::read(&path).ok());
+                Ok(read
+                    .flat_map(|part| part.timings)
+                    .filter(|timing| keys.contains(&timing.key))
+                    .collect())
             }
             Err(e) => Err(e),
         }

@@ -24,7 +24,11 @@ impl Lock {
         if let Some(dir) = path.parent() {
             std::fs::create_dir_all(dir).map_err(TuneDbError::io("create directory", dir))?;
         }
-        let open = OpenOptions::new().create(true).truncate(false).write(true).open(path);
+        let open = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(path);
         let file = open.map_err(TuneDbError::io("open for writing", path))?;
         let taken = retry(wait, || match file.try_lock_exclusive() {
             Ok(()) => Some(Ok(())),
@@ -34,7 +38,10 @@ impl Lock {
         match taken {
             Some(Ok(())) => Ok(Lock { _file: file }),
             Some(Err(e)) => Err(TuneDbError::io("lock", path)(e)),
-            None => Err(TuneDbError::Busy { path: protects.into(), waited_ms: wait.as_millis() as u64 }),
+            None => Err(TuneDbError::Busy {
+                path: protects.into(),
+                waited_ms: wait.as_millis() as u64,
+            }),
         }
     }
 }
@@ -47,7 +54,9 @@ pub(crate) fn retry<T>(wait: Duration, mut attempt: impl FnMut() -> Option<T>) -
         if let Some(done) = attempt() {
             return Some(done);
         }
-        let left = wait.checked_sub(started.elapsed()).filter(|left| !left.is_zero())?;
+        let left = wait
+            .checked_sub(started.elapsed())
+            .filter(|left| !left.is_zero())?;
         std::thread::sleep(pause.min(left));
         pause = (pause * 2).min(LONGEST_PAUSE);
     }
@@ -55,7 +64,9 @@ pub(crate) fn retry<T>(wait: Duration, mut attempt: impl FnMut() -> Option<T>) -
 
 /// Waits until nobody holds a lock on the file. False if it was held the whole time or cannot be opened.
 pub(crate) fn wait_until_free(path: &Path, wait: Duration) -> bool {
-    let Ok(file) = OpenOptions::new().write(true).open(path) else { return false };
+    let Ok(file) = OpenOptions::new().write(true).open(path) else {
+        return false;
+    };
     // Dropping the file lets go again.
     retry(wait, || file.try_lock_exclusive().ok()).is_some()
 }

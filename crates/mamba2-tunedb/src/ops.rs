@@ -37,7 +37,9 @@ pub fn list(db: &LocalDb) -> Result<Vec<Record>> {
     match db.snapshot() {
         Ok(Some(snapshot)) => snapshot.records().flatten().for_each(&mut add),
         Ok(None) => {}
-        Err(TuneDbError::Damaged { .. }) => Snapshot::salvage(&db.snapshot_path())?.into_iter().for_each(&mut add),
+        Err(TuneDbError::Damaged { .. }) => Snapshot::salvage(&db.snapshot_path())?
+            .into_iter()
+            .for_each(&mut add),
         Err(e) => return Err(e),
     }
     for path in parts::list(&db.parts_path()) {
@@ -45,17 +47,26 @@ pub fn list(db: &LocalDb) -> Result<Vec<Record>> {
             part.records.into_iter().for_each(&mut add);
         }
     }
-    let mut sorted: Vec<(String, Record)> = records.into_values().map(|r| (r.key.to_string(), r)).collect();
+    let mut sorted: Vec<(String, Record)> = records
+        .into_values()
+        .map(|r| (r.key.to_string(), r))
+        .collect();
     sorted.sort_by(|a, b| a.0.cmp(&b.0));
     Ok(sorted.into_iter().map(|(_, record)| record).collect())
 }
 
 /// Records whose key contains every comma-separated `name=value` of `filter`; all for an empty one.
 pub fn select(records: Vec<Record>, filter: &str) -> Vec<Record> {
-    let wanted: Vec<&str> = filter.split(',').map(str::trim).filter(|pair| !pair.is_empty()).collect();
+    let wanted: Vec<&str> = filter
+        .split(',')
+        .map(str::trim)
+        .filter(|pair| !pair.is_empty())
+        .collect();
     let matches = |record: &Record| {
         let text = record.key.to_string();
-        wanted.iter().all(|pair| text.split(',').any(|have| have == *pair))
+        wanted
+            .iter()
+            .all(|pair| text.split(',').any(|have| have == *pair))
     };
     records.into_iter().filter(matches).collect()
 }
@@ -80,7 +91,11 @@ pub fn show(db: &LocalDb, key: &TuneKey, wait: Duration) -> Result<Shown> {
         crate::Outcome::Measured { median_us, .. } => median_us,
         crate::Outcome::Failed { .. } => f64::INFINITY,
     };
-    timings.sort_by(|a, b| median(a).total_cmp(&median(b)).then_with(|| a.config_text().cmp(&b.config_text())));
+    timings.sort_by(|a, b| {
+        median(a)
+            .total_cmp(&median(b))
+            .then_with(|| a.config_text().cmp(&b.config_text()))
+    });
     Ok(Shown { record, timings })
 }
 
@@ -94,7 +109,10 @@ pub fn export(records: &[Record]) -> Result<(BTreeMap<String, String>, Vec<Strin
     let mut faults = Vec::new();
     for record in records {
         match validate::check_record(record) {
-            Ok(()) => by_file.entry(Shipped::file_name(&record.key)).or_default().push(record.clone()),
+            Ok(()) => by_file
+                .entry(Shipped::file_name(&record.key))
+                .or_default()
+                .push(record.clone()),
             Err(e) => faults.push(e.to_string()),
         }
     }
@@ -150,7 +168,8 @@ pub fn import(db: &LocalDb, path: &Path, wait: Duration) -> Result<ImportReport>
 fn first_bytes(path: &Path) -> Result<[u8; 8]> {
     use std::io::Read;
     let mut first = [0; 8];
-    let mut file = files::open_existing(path)?.ok_or_else(|| TuneDbError::damaged(path.display().to_string(), "no such file"))?;
+    let mut file = files::open_existing(path)?
+        .ok_or_else(|| TuneDbError::damaged(path.display().to_string(), "no such file"))?;
     // A shorter file is no format of ours; its reader will say so.
     let _ = file.read_exact(&mut first);
     Ok(first)
@@ -170,7 +189,9 @@ pub fn read_records(path: &Path, faults: &mut Vec<String>) -> Result<Vec<Record>
         },
         _ => {
             let bytes = files::read_bounded(path, MAX_TEXT_BYTES as u64)?.unwrap_or_default();
-            let text = String::from_utf8(bytes).map_err(|_| TuneDbError::damaged(&what, "expected text, a snapshot or a bundle"))?;
+            let text = String::from_utf8(bytes).map_err(|_| {
+                TuneDbError::damaged(&what, "expected text, a snapshot or a bundle")
+            })?;
             TextRecords::new(what, text)?.records().collect()
         }
     };
@@ -212,11 +233,20 @@ pub fn merge(db: &LocalDb, sources: &[PathBuf], wait: Duration) -> Result<Import
     for source in sources {
         let other = LocalDb::in_cache(&CacheDir::fixed(source))?;
         if !other.root().is_dir() {
-            note(&mut report.refused, format!("{}: expected a cache directory with a tuning database", source.display()));
+            note(
+                &mut report.refused,
+                format!(
+                    "{}: expected a cache directory with a tuning database",
+                    source.display()
+                ),
+            );
             continue;
         }
         if fs::canonicalize(other.root()).ok() == fs::canonicalize(db.root()).ok() {
-            note(&mut report.refused, format!("{}: is this database itself", source.display()));
+            note(
+                &mut report.refused,
+                format!("{}: is this database itself", source.display()),
+            );
             continue;
         }
         match list(&other) {
@@ -225,7 +255,10 @@ pub fn merge(db: &LocalDb, sources: &[PathBuf], wait: Duration) -> Result<Import
         }
         match other_timings(&other, wait) {
             Ok(timings) => report.timings += store.merge_timings(&timings)?,
-            Err(e) => note(&mut report.refused, format!("timings of {}: {e}", source.display())),
+            Err(e) => note(
+                &mut report.refused,
+                format!("timings of {}: {e}", source.display()),
+            ),
         }
     }
     store.commit()?;
@@ -268,7 +301,12 @@ pub enum Difference {
 
 /// Differences in configs, in order of the keys. Evidence alone is no difference.
 pub fn diff(left: &[Record], right: &[Record]) -> Vec<Difference> {
-    let index = |records: &[Record]| records.iter().map(|r| (r.key.to_string(), r.clone())).collect::<BTreeMap<_, _>>();
+    let index = |records: &[Record]| {
+        records
+            .iter()
+            .map(|r| (r.key.to_string(), r.clone()))
+            .collect::<BTreeMap<_, _>>()
+    };
     let (left, right) = (index(left), index(right));
     let keys: std::collections::BTreeSet<&String> = left.keys().chain(right.keys()).collect();
     let compare = |key: &String| match (left.get(key), right.get(key)) {
@@ -276,10 +314,11 @@ pub fn diff(left: &[Record], right: &[Record]) -> Vec<Difference> {
         (None, Some(r)) => Some(Difference::OnlyRight { key: r.key }),
         (Some(l), Some(r)) => {
             let parameters = differing_parameters(&l.config, &r.config);
-            (!parameters.is_empty()).then(|| Difference::Config {
+            let (left_us, right_us) = (l.evidence.median_us, r.evidence.median_us);
+            (!parameters.is_empty()).then_some(Difference::Config {
                 key: l.key,
-                left_us: l.evidence.median_us,
-                right_us: r.evidence.median_us,
+                left_us,
+                right_us,
                 parameters,
             })
         }
@@ -297,7 +336,9 @@ fn differing_parameters(
     flatten("", right, &mut r);
     let names: std::collections::BTreeSet<String> = l.keys().chain(r.keys()).cloned().collect();
     let pair = |name: String| {
-        let of = |map: &BTreeMap<String, serde_json::Value>| map.get(&name).cloned().unwrap_or(serde_json::Value::Null);
+        let of = |map: &BTreeMap<String, serde_json::Value>| {
+            map.get(&name).cloned().unwrap_or(serde_json::Value::Null)
+        };
         let (a, b) = (of(&l), of(&r));
         (a != b).then_some((name, (a, b)))
     };
@@ -307,7 +348,11 @@ fn differing_parameters(
 fn flatten(prefix: &str, value: &serde_json::Value, out: &mut BTreeMap<String, serde_json::Value>) {
     match value {
         serde_json::Value::Object(map) => map.iter().for_each(|(name, inner)| {
-            let dotted = if prefix.is_empty() { name.clone() } else { format!("{prefix}.{name}") };
+            let dotted = if prefix.is_empty() {
+                name.clone()
+            } else {
+                format!("{prefix}.{name}")
+            };
             flatten(&dotted, inner, out);
         }),
         other => drop(out.insert(prefix.to_string(), other.clone())),
@@ -372,7 +417,9 @@ pub fn verify(db: &LocalDb, wait: Duration) -> Result<VerifyReport> {
     for path in bundle_files(db) {
         match Bundle::open(&path).map(|bundle| bundle.verify()) {
             Ok(faults) if faults.is_empty() => report.bundles += 1,
-            Ok(faults) => faults.into_iter().for_each(|f| note(&mut report.faults, format!("{}: {f}", path.display()))),
+            Ok(faults) => faults
+                .into_iter()
+                .for_each(|f| note(&mut report.faults, format!("{}: {f}", path.display()))),
             Err(e) => note(&mut report.faults, e.to_string()),
         }
     }
@@ -381,7 +428,9 @@ pub fn verify(db: &LocalDb, wait: Duration) -> Result<VerifyReport> {
 }
 
 fn bundle_files(db: &LocalDb) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(db.bundles_path()) else { return Vec::new() };
+    let Ok(entries) = fs::read_dir(db.bundles_path()) else {
+        return Vec::new();
+    };
     let mut paths: Vec<PathBuf> = entries.flatten().map(|e| e.path()).collect();
     paths.retain(|path| path.extension().is_some_and(|e| e == Bundle::EXTENSION));
     paths.sort();
@@ -390,9 +439,15 @@ fn bundle_files(db: &LocalDb) -> Vec<PathBuf> {
 
 fn leftovers(db: &LocalDb) -> Vec<PathBuf> {
     let dirs = [db.root().to_path_buf(), db.parts_path(), db.bundles_path()];
-    let names = |dir: &PathBuf| fs::read_dir(dir).map(|entries| entries.flatten().collect::<Vec<_>>()).unwrap_or_default();
+    let names = |dir: &PathBuf| {
+        fs::read_dir(dir)
+            .map(|entries| entries.flatten().collect::<Vec<_>>())
+            .unwrap_or_default()
+    };
     let all = dirs.iter().flat_map(names);
-    all.filter(|entry| files::is_leftover(&entry.file_name().to_string_lossy())).map(|entry| entry.path()).collect()
+    all.filter(|entry| files::is_leftover(&entry.file_name().to_string_lossy()))
+        .map(|entry| entry.path())
+        .collect()
 }
 
 /// What `prune` takes out besides leftovers and broken entries.
@@ -406,7 +461,10 @@ pub struct PrunePolicy {
 
 impl Default for PrunePolicy {
     fn default() -> PrunePolicy {
-        PrunePolicy { max_timings: 200_000, illegal_records: true }
+        PrunePolicy {
+            max_timings: 200_000,
+            illegal_records: true,
+        }
     }
 }
 
@@ -430,11 +488,17 @@ pub struct PruneReport {
 /// # Errors
 /// As [`LocalDb::open_store`].
 pub fn prune(db: &LocalDb, policy: &PrunePolicy, wait: Duration) -> Result<PruneReport> {
-    let mut report = PruneReport { bytes_before: directory_bytes(db.root()), ..PruneReport::default() };
+    let mut report = PruneReport {
+        bytes_before: directory_bytes(db.root()),
+        ..PruneReport::default()
+    };
     let store = db.open_store(wait)?;
     if policy.illegal_records {
         let records: Vec<Record> = store.records().flatten().collect();
-        for record in records.iter().filter(|record| validate::check_record(record).is_err()) {
+        for record in records
+            .iter()
+            .filter(|record| validate::check_record(record).is_err())
+        {
             report.records += usize::from(store.remove(&record.key)?);
         }
     }
@@ -443,12 +507,21 @@ pub fn prune(db: &LocalDb, policy: &PrunePolicy, wait: Duration) -> Result<Prune
     let excess = dates.len().saturating_sub(policy.max_timings);
     dates.sort_unstable();
     // Ties at the cut go too: the bound is a bound.
-    let cut = if excess == 0 { None } else { dates.get(excess - 1).copied() };
-    report.timings = store.retain_timings(|timing| cut.is_none_or(|cut| timing.date_unix_s > cut))?;
+    let cut = if excess == 0 {
+        None
+    } else {
+        dates.get(excess - 1).copied()
+    };
+    report.timings =
+        store.retain_timings(|timing| cut.is_none_or(|cut| timing.date_unix_s > cut))?;
     store.commit()?;
     store.compact()?;
     for path in leftovers(db) {
-        let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+        let removed = if path.is_dir() {
+            fs::remove_dir_all(&path)
+        } else {
+            fs::remove_file(&path)
+        };
         report.leftovers += usize::from(removed.is_ok());
     }
     report.bytes_after = directory_bytes(db.root());
@@ -472,7 +545,9 @@ pub struct PathReport {
 
 /// Describes the cache directory. Writes nothing.
 pub fn path(cache: &CacheDir) -> PathReport {
-    let database = LocalDb::in_cache(cache).ok().map(|db| db.root().to_path_buf());
+    let database = LocalDb::in_cache(cache)
+        .ok()
+        .map(|db| db.root().to_path_buf());
     PathReport {
         cache_dir: cache.path.clone(),
         reason: cache.reason.clone(),

@@ -33,17 +33,31 @@ pub(crate) fn write(dir: &Path, records: &[Record], timings: &[Timing]) -> Resul
     }
     let digest = hex(&short_digest(&[body.as_bytes()]));
     let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let host: String = host.chars().filter(char::is_ascii_alphanumeric).take(32).collect();
-    let path = dir.join(format!("{host}-{}-{digest}.{EXTENSION}", std::process::id()));
+    let host: String = host
+        .chars()
+        .filter(char::is_ascii_alphanumeric)
+        .take(32)
+        .collect();
+    let path = dir.join(format!(
+        "{host}-{}-{digest}.{EXTENSION}",
+        std::process::id()
+    ));
     files::publish(&path, |out| write!(out, "{MARK} {digest}\n{body}"))?;
     Ok(path)
 }
 
 /// Part files in order of their names.
 pub(crate) fn list(dir: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
+    let Ok(entries) = fs::read_dir(dir) else {
+        return Vec::new();
+    };
     let is_part = |path: &PathBuf| path.extension().is_some_and(|e| e == EXTENSION);
-    let mut paths: Vec<PathBuf> = entries.flatten().map(|e| e.path()).filter(is_part).take(MAX_PARTS).collect();
+    let mut paths: Vec<PathBuf> = entries
+        .flatten()
+        .map(|e| e.path())
+        .filter(is_part)
+        .take(MAX_PARTS)
+        .collect();
     paths.sort();
     paths
 }
@@ -57,15 +71,22 @@ pub(crate) fn read(path: &Path) -> Result<Part> {
 pub(crate) fn parse(bytes: &[u8]) -> std::result::Result<Part, String> {
     let text = std::str::from_utf8(bytes).map_err(|e| e.to_string())?;
     let (first, body) = text.split_once('\n').ok_or("expected a first line")?;
-    let digest = first.strip_prefix(MARK).ok_or("expected the mark of a part file")?.trim();
+    let digest = first
+        .strip_prefix(MARK)
+        .ok_or("expected the mark of a part file")?
+        .trim();
     if digest != hex(&short_digest(&[body.as_bytes()])) {
         return Err("it does not have its digest".into());
     }
     let mut part = Part::default();
     for line in body.lines() {
         match line.split_once(' ') {
-            Some(("record", json)) => part.records.push(Record::from_json(json.as_bytes()).map_err(|e| e.to_string())?),
-            Some(("timing", json)) => part.timings.push(Timing::from_json(json.as_bytes()).map_err(|e| e.to_string())?),
+            Some(("record", json)) => part
+                .records
+                .push(Record::from_json(json.as_bytes()).map_err(|e| e.to_string())?),
+            Some(("timing", json)) => part
+                .timings
+                .push(Timing::from_json(json.as_bytes()).map_err(|e| e.to_string())?),
             // A line of a newer program's kind.
             _ => {}
         }

@@ -28,23 +28,36 @@ impl CacheDir {
             if path.is_absolute() {
                 return CacheDir::found(path, "MAMBA2_CACHE_DIR", &passed_over);
             }
-            passed_over.push(format!("MAMBA2_CACHE_DIR={} is not absolute", path.display()));
+            passed_over.push(format!(
+                "MAMBA2_CACHE_DIR={} is not absolute",
+                path.display()
+            ));
         }
         let candidates = [
-            ("XDG_CACHE_HOME", environment.path("XDG_CACHE_HOME"), "mamba2"),
+            (
+                "XDG_CACHE_HOME",
+                environment.path("XDG_CACHE_HOME"),
+                "mamba2",
+            ),
             ("HOME", environment.path("HOME"), ".cache/mamba2"),
         ];
         for (name, base, below) in candidates {
             match base {
                 None => passed_over.push(format!("{name} is not set")),
-                Some(base) if !base.is_absolute() => passed_over.push(format!("{name}={} is not absolute", base.display())),
+                Some(base) if !base.is_absolute() => {
+                    passed_over.push(format!("{name}={} is not absolute", base.display()))
+                }
                 Some(base) => match unusable(&base, &base.join(below)) {
                     None => return CacheDir::found(base.join(below), name, &passed_over),
                     Some(why) => passed_over.push(format!("{name}: {why}")),
                 },
             }
         }
-        CacheDir { path: None, reason: format!("no cache: {}", passed_over.join("; ")), network_file_system: None }
+        CacheDir {
+            path: None,
+            reason: format!("no cache: {}", passed_over.join("; ")),
+            network_file_system: None,
+        }
     }
 
     /// A directory named by the caller.
@@ -54,7 +67,11 @@ impl CacheDir {
 
     /// No directory, by the caller's wish.
     pub fn none(reason: impl Into<String>) -> CacheDir {
-        CacheDir { path: None, reason: reason.into(), network_file_system: None }
+        CacheDir {
+            path: None,
+            reason: reason.into(),
+            network_file_system: None,
+        }
     }
 
     fn found(path: PathBuf, by: &str, passed_over: &[String]) -> CacheDir {
@@ -63,21 +80,32 @@ impl CacheDir {
             reason = format!("{reason} ({})", passed_over.join("; "));
         }
         let network_file_system = network_file_system(&path);
-        CacheDir { path: Some(path), reason, network_file_system }
+        CacheDir {
+            path: Some(path),
+            reason,
+            network_file_system,
+        }
     }
 }
 
 /// Why `path`, below the directory `base` of a user, cannot be the cache.
 fn unusable(base: &Path, path: &Path) -> Option<String> {
     match fs::metadata(base) {
-        Ok(meta) if !meta.is_dir() => return Some(format!("{} is not a directory", base.display())),
+        Ok(meta) if !meta.is_dir() => {
+            return Some(format!("{} is not a directory", base.display()));
+        }
         Ok(_) => {}
         // XDG_CACHE_HOME may be made on first use, below a parent that is there.
-        Err(_) if base.parent().is_some_and(|p| p.is_dir() && p != Path::new("/")) => {}
+        Err(_)
+            if base
+                .parent()
+                .is_some_and(|p| p.is_dir() && p != Path::new("/")) => {}
         Err(e) => return Some(format!("{}: {e}", base.display())),
     }
     match fs::symlink_metadata(path) {
-        Ok(meta) if !path.is_dir() && !meta.is_dir() => Some(format!("{} is not a directory", path.display())),
+        Ok(meta) if !path.is_dir() && !meta.is_dir() => {
+            Some(format!("{} is not a directory", path.display()))
+        }
         Ok(_) => foreign_owner(path),
         Err(_) => None,
     }
@@ -89,7 +117,12 @@ fn foreign_owner(path: &Path) -> Option<String> {
     let owner = fs::metadata(path).ok()?.uid();
     // The owner of our own entry in /proc is our effective user; std has no other safe way to ask.
     let me = fs::metadata("/proc/self").ok()?.uid();
-    (owner != me && owner != 0).then(|| format!("{} belongs to another user (id {owner}, we are {me})", path.display()))
+    (owner != me && owner != 0).then(|| {
+        format!(
+            "{} belongs to another user (id {owner}, we are {me})",
+            path.display()
+        )
+    })
 }
 
 #[cfg(not(unix))]
@@ -100,8 +133,21 @@ fn foreign_owner(_path: &Path) -> Option<String> {
 /// File systems whose advisory locks or fsync do not hold between hosts. Unsupported for the store; snapshots, parts and
 /// bundles, which only need rename, work on them.
 const NETWORK: [&str; 15] = [
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse.glusterfs", "fuse.sshfs",
-    "fuse.s3fs", "fuse.gcsfuse",
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "afs",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "glusterfs",
+    "fuse.glusterfs",
+    "fuse.sshfs",
+    "fuse.s3fs",
+    "fuse.gcsfuse",
 ];
 
 /// Name of the network file system that `path`, or its nearest existing parent, is on.
@@ -116,8 +162,12 @@ fn file_system_of(path: &Path, mounts: &str) -> Option<String> {
     let mut best: Option<(usize, &str)> = None;
     for line in mounts.lines() {
         // ID PARENT MAJOR:MINOR ROOT MOUNTPOINT OPTIONS... - TYPE SOURCE SUPER
-        let Some((front, back)) = line.split_once(" - ") else { continue };
-        let (Some(point), Some(kind)) = (front.split(' ').nth(4), back.split(' ').next()) else { continue };
+        let Some((front, back)) = line.split_once(" - ") else {
+            continue;
+        };
+        let (Some(point), Some(kind)) = (front.split(' ').nth(4), back.split(' ').next()) else {
+            continue;
+        };
         let point = point.replace("\\040", " ");
         if path.starts_with(&point) && best.is_none_or(|(length, _)| point.len() >= length) {
             best = Some((point.len(), kind));

@@ -73,13 +73,33 @@ pub struct Record {
 
 impl Record {
     /// Record of a forward pass.
-    pub fn forward(problem: &Problem, device: &DeviceFacts, config: &StrategyConfig, evidence: Evidence) -> Record {
-        Record { key: TuneKey::forward(problem, device), config: to_value(config), evidence, extra: BTreeMap::new() }
+    pub fn forward(
+        problem: &Problem,
+        device: &DeviceFacts,
+        config: &StrategyConfig,
+        evidence: Evidence,
+    ) -> Record {
+        Record {
+            key: TuneKey::forward(problem, device),
+            config: to_value(config),
+            evidence,
+            extra: BTreeMap::new(),
+        }
     }
 
     /// Record of a decode step.
-    pub fn step(problem: &StepProblem, device: &DeviceFacts, config: &StateUpdate, evidence: Evidence) -> Record {
-        Record { key: TuneKey::step(problem, device), config: to_value(config), evidence, extra: BTreeMap::new() }
+    pub fn step(
+        problem: &StepProblem,
+        device: &DeviceFacts,
+        config: &StateUpdate,
+        evidence: Evidence,
+    ) -> Record {
+        Record {
+            key: TuneKey::step(problem, device),
+            config: to_value(config),
+            evidence,
+            extra: BTreeMap::new(),
+        }
     }
 
     /// The config of a forward record. Parameters the record does not name take their default.
@@ -100,9 +120,15 @@ impl Record {
     }
 
     fn read_config<'de, C: Deserialize<'de>>(&'de self, subject: Subject) -> Result<C> {
-        let refused = |reason: String| TuneDbError::Refused { what: format!("record {}", self.key), reason };
+        let refused = |reason: String| TuneDbError::Refused {
+            what: format!("record {}", self.key),
+            reason,
+        };
         if self.key.subject() != subject {
-            return Err(refused(format!("expected a record of {subject}, got {}", self.key.subject())));
+            return Err(refused(format!(
+                "expected a record of {subject}, got {}",
+                self.key.subject()
+            )));
         }
         C::deserialize(&self.config).map_err(|e| refused(e.to_string()))
     }
@@ -113,7 +139,12 @@ impl Record {
     /// [`TuneDbError::TooLarge`] beyond [`MAX_RECORD_BYTES`], [`TuneDbError::Refused`] for a time or error that is not finite.
     pub fn to_json(&self) -> Result<String> {
         let e = &self.evidence;
-        let numbers = [e.median_us, e.spread_us, e.max_error, e.default_median_us.unwrap_or(0.0)];
+        let numbers = [
+            e.median_us,
+            e.spread_us,
+            e.max_error,
+            e.default_median_us.unwrap_or(0.0),
+        ];
         if !numbers.iter().all(|n| n.is_finite() && *n >= 0.0) {
             return Err(TuneDbError::Refused {
                 what: format!("record {}", self.key),
@@ -141,8 +172,17 @@ impl Record {
         let rank = |r: &Record| (!r.evidence.noisy, r.evidence.date_unix_s);
         let by_rank = rank(self).cmp(&rank(other));
         let by_time = other.evidence.median_us.total_cmp(&self.evidence.median_us);
-        let by_text = || other.to_json().unwrap_or_default().cmp(&self.to_json().unwrap_or_default());
-        if by_rank.then(by_time).then_with(by_text).is_ge() { self } else { other }
+        let by_text = || {
+            other
+                .to_json()
+                .unwrap_or_default()
+                .cmp(&self.to_json().unwrap_or_default())
+        };
+        if by_rank.then(by_time).then_with(by_text).is_ge() {
+            self
+        } else {
+            other
+        }
     }
 }
 
@@ -215,13 +255,37 @@ pub struct Timing {
 
 impl Timing {
     /// Timing of a strategy or a step (`config` of the key's subject).
-    pub fn new(key: TuneKey, config: &impl Serialize, outcome: Outcome, built_with: Provenance) -> Timing {
-        Timing { key, config: to_value(config), outcome, built_with, policy: String::new(), date_unix_s: 0 }
+    pub fn new(
+        key: TuneKey,
+        config: &impl Serialize,
+        outcome: Outcome,
+        built_with: Provenance,
+    ) -> Timing {
+        Timing {
+            key,
+            config: to_value(config),
+            outcome,
+            built_with,
+            policy: String::new(),
+            date_unix_s: 0,
+        }
     }
 
     /// Timing of one kernel.
-    pub fn of_kernel(key: TuneKey, config: &KernelConfig, outcome: Outcome, built_with: Provenance) -> Timing {
-        Timing { key, config: kernel_value(config), outcome, built_with, policy: String::new(), date_unix_s: 0 }
+    pub fn of_kernel(
+        key: TuneKey,
+        config: &KernelConfig,
+        outcome: Outcome,
+        built_with: Provenance,
+    ) -> Timing {
+        Timing {
+            key,
+            config: kernel_value(config),
+            outcome,
+            built_with,
+            policy: String::new(),
+            date_unix_s: 0,
+        }
     }
 
     /// True if the same templates, NVRTC and driver are in use now: measuring again would tell nothing new, and a failure
@@ -273,7 +337,8 @@ fn kernel_value(config: &KernelConfig) -> Value {
 }
 
 fn to_value(config: &impl Serialize) -> Value {
-    let mut value = serde_json::to_value(config).expect("configs should be maps of names to numbers and words");
+    let mut value =
+        serde_json::to_value(config).expect("configs should be maps of names to numbers and words");
     value.sort_all_objects();
     value
 }
@@ -298,11 +363,17 @@ fn check_size(what: &str, bytes: usize) -> Result<()> {
     if bytes <= MAX_RECORD_BYTES {
         return Ok(());
     }
-    Err(TuneDbError::TooLarge { what: what.into(), limit: MAX_RECORD_BYTES as u64, got: bytes as u64, unit: "bytes" })
+    Err(TuneDbError::TooLarge {
+        what: what.into(),
+        limit: MAX_RECORD_BYTES as u64,
+        got: bytes as u64,
+        unit: "bytes",
+    })
 }
 
 fn bounded_json(what: &str, value: &impl Serialize) -> Result<String> {
-    let text = serde_json::to_string(value).map_err(|e| TuneDbError::damaged(what, e.to_string()))?;
+    let text =
+        serde_json::to_string(value).map_err(|e| TuneDbError::damaged(what, e.to_string()))?;
     check_size(what, text.len())?;
     Ok(text)
 }

@@ -76,13 +76,33 @@ pub(crate) fn check(store: &Path) -> Result<Seal> {
     let text = match files::read_bounded(&seal_path(store), MAX_SEAL_BYTES) {
         Ok(Some(text)) => text,
         Ok(None) => return Ok(Seal::Absent),
-        Err(TuneDbError::Io { action, path, source }) => return Err(TuneDbError::Io { action, path, source }),
+        Err(TuneDbError::Io {
+            action,
+            path,
+            source,
+        }) => {
+            return Err(TuneDbError::Io {
+                action,
+                path,
+                source,
+            });
+        }
         // A seal that is not ours says nothing about the store.
         Err(_) => return Ok(Seal::Absent),
     };
-    let Ok(sealed) = serde_json::from_slice::<BTreeMap<String, String>>(&text) else { return Ok(Seal::Absent) };
+    let Ok(sealed) = serde_json::from_slice::<BTreeMap<String, String>>(&text) else {
+        return Ok(Seal::Absent);
+    };
     let found = describe(store)?;
     let names: std::collections::BTreeSet<&String> = sealed.keys().chain(found.keys()).collect();
-    let broken: Vec<String> = names.into_iter().filter(|n| sealed.get(*n) != found.get(*n)).cloned().collect();
-    Ok(if broken.is_empty() { Seal::Good } else { Seal::Broken(broken) })
+    let broken: Vec<String> = names
+        .into_iter()
+        .filter(|n| sealed.get(*n) != found.get(*n))
+        .cloned()
+        .collect();
+    Ok(if broken.is_empty() {
+        Seal::Good
+    } else {
+        Seal::Broken(broken)
+    })
 }

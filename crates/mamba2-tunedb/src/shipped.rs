@@ -43,13 +43,21 @@ impl Shipped {
             text: (*text).into(),
             parsed: OnceLock::new(),
         };
-        Shipped { files: EMBEDDED.iter().map(file).collect() }
+        Shipped {
+            files: EMBEDDED.iter().map(file).collect(),
+        }
     }
 
     /// Records from `(file name, text)` pairs.
     pub fn from_texts(files: impl IntoIterator<Item = (String, String)>) -> Shipped {
-        let file = |(name, text): (String, String)| ShippedFile { name, text: text.into(), parsed: OnceLock::new() };
-        Shipped { files: files.into_iter().map(file).collect() }
+        let file = |(name, text): (String, String)| ShippedFile {
+            name,
+            text: text.into(),
+            parsed: OnceLock::new(),
+        };
+        Shipped {
+            files: files.into_iter().map(file).collect(),
+        }
     }
 
     /// Name of the file that a key's record is shipped in.
@@ -72,18 +80,29 @@ impl Shipped {
 
     /// Shipped keys of the same family.
     pub fn family(&self, key: &TuneKey) -> Vec<TuneKey> {
-        self.file(key).map_or_else(Vec::new, |records| records.keys_with_prefix(&key.family_prefix()))
+        self.file(key).map_or_else(Vec::new, |records| {
+            records.keys_with_prefix(&key.family_prefix())
+        })
     }
 
     /// Numbers of multiprocessors that records of the key's architecture are shipped for.
     pub fn sm_counts(&self, key: &TuneKey) -> Vec<u32> {
         let prefix = format!("sm{}-", key.arch().0);
-        let number = |file: &ShippedFile| file.name.strip_prefix(&prefix)?.strip_suffix("sm.json")?.parse().ok();
+        let number = |file: &ShippedFile| {
+            file.name
+                .strip_prefix(&prefix)?
+                .strip_suffix("sm.json")?
+                .parse()
+                .ok()
+        };
         self.files.iter().filter_map(number).collect()
     }
 
     /// Every record of every file, or why it cannot be read.
     pub fn records(&self) -> impl Iterator<Item = Result<Record>> + '_ {
-        self.files.iter().filter_map(ShippedFile::records).flat_map(TextRecords::records)
+        self.files
+            .iter()
+            .filter_map(ShippedFile::records)
+            .flat_map(TextRecords::records)
     }
 }

@@ -32,8 +32,11 @@ impl Snapshot {
     /// [`TuneDbError::Damaged`], [`TuneDbError::TooLarge`] or [`TuneDbError::Newer`] if it cannot be used,
     /// [`TuneDbError::Io`] if the system refuses. Nothing was written.
     pub fn open(path: &Path) -> Result<Option<Snapshot>> {
-        let Some(file) = files::open_existing(path)? else { return Ok(None) };
-        FrameFile::from_file(file, path.display().to_string(), &FORMAT).map(|frames| Some(Snapshot { frames }))
+        let Some(file) = files::open_existing(path)? else {
+            return Ok(None);
+        };
+        FrameFile::from_file(file, path.display().to_string(), &FORMAT)
+            .map(|frames| Some(Snapshot { frames }))
     }
 
     /// Reads a snapshot held in memory, from an untrusted source. `what` names it in errors.
@@ -48,16 +51,29 @@ impl Snapshot {
     ///
     /// # Errors
     /// [`TuneDbError::Io`], or what [`Record::to_json`] refuses. An older snapshot stays as it was.
-    pub fn publish(path: &Path, generation: u64, records: impl IntoIterator<Item = Record>) -> Result<()> {
+    pub fn publish(
+        path: &Path,
+        generation: u64,
+        records: impl IntoIterator<Item = Record>,
+    ) -> Result<()> {
         let mut entries = BTreeMap::new();
         for record in records {
-            entries.insert(record.key.to_string().into_bytes(), record.to_json()?.into_bytes());
+            entries.insert(
+                record.key.to_string().into_bytes(),
+                record.to_json()?.into_bytes(),
+            );
         }
         Snapshot::publish_entries(path, generation, &entries)
     }
 
-    pub(crate) fn publish_entries(path: &Path, generation: u64, entries: &BTreeMap<Vec<u8>, Vec<u8>>) -> Result<()> {
-        files::publish(path, |out| frames::write_frames(out, &FORMAT, generation, entries))
+    pub(crate) fn publish_entries(
+        path: &Path,
+        generation: u64,
+        entries: &BTreeMap<Vec<u8>, Vec<u8>>,
+    ) -> Result<()> {
+        files::publish(path, |out| {
+            frames::write_frames(out, &FORMAT, generation, entries)
+        })
     }
 
     /// Good records of a file that [`Snapshot::open`] refused.
@@ -73,7 +89,10 @@ impl Snapshot {
 
     /// As [`Snapshot::salvage`], from memory.
     pub fn salvage_bytes(bytes: &[u8]) -> Vec<Record> {
-        frames::salvage(bytes, &FORMAT).into_iter().filter_map(|(key, value)| read_entry(&key, &value).ok()).collect()
+        frames::salvage(bytes, &FORMAT)
+            .into_iter()
+            .filter_map(|(key, value)| read_entry(&key, &value).ok())
+            .collect()
     }
 
     /// The record of `key`.
@@ -83,7 +102,9 @@ impl Snapshot {
     pub fn get(&self, key: &TuneKey) -> Result<Option<Record>> {
         let key = key.to_string();
         let value = self.frames.get(key.as_bytes())?;
-        value.map(|value| read_entry(key.as_bytes(), &value)).transpose()
+        value
+            .map(|value| read_entry(key.as_bytes(), &value))
+            .transpose()
     }
 
     /// Keys with this prefix; keys that cannot be read are left out.
@@ -92,12 +113,19 @@ impl Snapshot {
     /// [`TuneDbError::Damaged`] if the file cannot be read.
     pub fn keys_with_prefix(&self, prefix: &str) -> Result<Vec<TuneKey>> {
         let keys = self.frames.keys_with_prefix(prefix.as_bytes())?;
-        Ok(keys.iter().filter_map(|key| std::str::from_utf8(key).ok()?.parse().ok()).collect())
+        Ok(keys
+            .iter()
+            .filter_map(|key| std::str::from_utf8(key).ok()?.parse().ok())
+            .collect())
     }
 
     /// Every record in order of its key, or why it cannot be read.
     pub fn records(&self) -> impl Iterator<Item = Result<Record>> + '_ {
-        (0..self.frames.len()).map(|i| self.frames.entry(i).and_then(|(key, value)| read_entry(&key, &value)))
+        (0..self.frames.len()).map(|i| {
+            self.frames
+                .entry(i)
+                .and_then(|(key, value)| read_entry(&key, &value))
+        })
     }
 
     /// Number of entries.
@@ -124,7 +152,10 @@ impl Snapshot {
 pub(crate) fn read_entry(key: &[u8], value: &[u8]) -> Result<Record> {
     let record = Record::from_json(value)?;
     if record.key.to_string().as_bytes() != key {
-        return Err(TuneDbError::damaged("record", format!("expected the key it is filed under, got {}", record.key)));
+        return Err(TuneDbError::damaged(
+            "record",
+            format!("expected the key it is filed under, got {}", record.key),
+        ));
     }
     Ok(record)
 }

@@ -54,7 +54,9 @@ struct Closer {
 impl Drop for Closer {
     fn drop(&mut self) {
         // Without a seal the next process only reads everything through, so failing here costs time.
-        if self.clean.load(Ordering::Relaxed) && lock::wait_until_free(&self.path.join("db"), SLED_LOCK_WAIT) {
+        if self.clean.load(Ordering::Relaxed)
+            && lock::wait_until_free(&self.path.join("db"), SLED_LOCK_WAIT)
+        {
             let _ = seal::write(&self.path);
         }
     }
@@ -62,7 +64,9 @@ impl Drop for Closer {
 
 impl Drop for Store {
     fn drop(&mut self) {
-        self.closer.clean.store(self.flush().is_ok(), Ordering::Relaxed);
+        self.closer
+            .clean
+            .store(self.flush().is_ok(), Ordering::Relaxed);
     }
 }
 
@@ -82,12 +86,18 @@ impl Store {
             Seal::Absent => false,
             // sled makes its own snapshots again from its log.
             Seal::Broken(files) if files.iter().all(|name| is_sled_snapshot(name)) => {
-                tracing::warn!("{}: damaged {files:?}; reading the log instead", path.display());
+                tracing::warn!(
+                    "{}: damaged {files:?}; reading the log instead",
+                    path.display()
+                );
                 remove_sled_snapshots(path)?;
                 false
             }
             Seal::Broken(files) => {
-                return Err(TuneDbError::damaged(path.display().to_string(), format!("changed since it was closed: {files:?}")));
+                return Err(TuneDbError::damaged(
+                    path.display().to_string(),
+                    format!("changed since it was closed: {files:?}"),
+                ));
             }
         };
         seal::remove(path)?;
@@ -98,9 +108,24 @@ impl Store {
             }
             other => other?,
         };
-        let Opened { db, records, timings } = opened;
-        let closer = Closer { path: path.into(), clean: AtomicBool::new(false), lock };
-        let store = Store { db, records, timings, path: path.into(), snapshot_path: snapshot_path.into(), closer };
+        let Opened {
+            db,
+            records,
+            timings,
+        } = opened;
+        let closer = Closer {
+            path: path.into(),
+            clean: AtomicBool::new(false),
+            lock,
+        };
+        let store = Store {
+            db,
+            records,
+            timings,
+            path: path.into(),
+            snapshot_path: snapshot_path.into(),
+            closer,
+        };
         store.check_marker()?;
         Ok(store)
     }
@@ -108,17 +133,26 @@ impl Store {
     fn check_marker(&self) -> Result<()> {
         match self.sled(self.db.get(MARKER_KEY))? {
             Some(found) => {
-                let version = std::str::from_utf8(&found).ok().and_then(|text| text.parse::<u32>().ok());
+                let version = std::str::from_utf8(&found)
+                    .ok()
+                    .and_then(|text| text.parse::<u32>().ok());
                 match version {
                     Some(MARKER_VERSION) => Ok(()),
-                    Some(newer) if newer > MARKER_VERSION => {
-                        Err(TuneDbError::Newer { what: self.path.display().to_string(), expected: MARKER_VERSION, got: newer })
+                    Some(newer) if newer > MARKER_VERSION => Err(TuneDbError::Newer {
+                        what: self.path.display().to_string(),
+                        expected: MARKER_VERSION,
+                        got: newer,
+                    }),
+                    _ => {
+                        Err(self.damaged("expected the version in its marker, got something else"))
                     }
-                    _ => Err(self.damaged("expected the version in its marker, got something else")),
                 }
             }
             None if self.db.is_empty() && self.records.is_empty() && self.timings.is_empty() => {
-                self.sled(self.db.insert(MARKER_KEY, MARKER_VERSION.to_string().as_bytes()))?;
+                self.sled(
+                    self.db
+                        .insert(MARKER_KEY, MARKER_VERSION.to_string().as_bytes()),
+                )?;
                 self.flush()
             }
             None => Err(self.damaged("a sled database without our marker: not a tuning store")),
@@ -148,7 +182,11 @@ impl Store {
             record.evidence.date_unix_s = record.evidence.date_unix_s.max(old.evidence.date_unix_s);
         }
         let (key, value) = (record.key.to_string(), record.to_json()?);
-        self.sled(self.records.insert(key.as_bytes(), seal(key.as_bytes(), value.as_bytes()))).map(drop)
+        self.sled(
+            self.records
+                .insert(key.as_bytes(), seal(key.as_bytes(), value.as_bytes())),
+        )
+        .map(drop)
     }
 
     /// Files a record from elsewhere unless the one here is preferred ([`Record::preferred`]). True if it was filed.
@@ -170,7 +208,9 @@ impl Store {
     /// [`TuneDbError::Damaged`] if the entry is broken, or sled's.
     pub fn get(&self, key: &TuneKey) -> Result<Option<Record>> {
         let key = key.to_string();
-        let Some(sealed) = self.sled(self.records.get(key.as_bytes()))? else { return Ok(None) };
+        let Some(sealed) = self.sled(self.records.get(key.as_bytes()))? else {
+            return Ok(None);
+        };
         read_entry(key.as_bytes(), unseal(key.as_bytes(), &sealed)?).map(Some)
     }
 
@@ -179,7 +219,8 @@ impl Store {
     /// # Errors
     /// sled's.
     pub fn remove(&self, key: &TuneKey) -> Result<bool> {
-        self.sled(self.records.remove(key.to_string().as_bytes())).map(|old| old.is_some())
+        self.sled(self.records.remove(key.to_string().as_bytes()))
+            .map(|old| old.is_some())
     }
 
     /// Takes out the records that cannot be read. Returns how many.
@@ -190,7 +231,10 @@ impl Store {
         let mut removed = 0;
         for item in self.records.iter() {
             let (key, sealed) = self.sled(item)?;
-            if unseal(&key, &sealed).and_then(|value| read_entry(&key, value)).is_err() {
+            if unseal(&key, &sealed)
+                .and_then(|value| read_entry(&key, value))
+                .is_err()
+            {
                 self.sled(self.records.remove(key))?;
                 removed += 1;
             }
@@ -206,7 +250,11 @@ impl Store {
         let mut keys = Vec::new();
         for item in self.records.scan_prefix(prefix.as_bytes()).keys() {
             let key = self.sled(item)?;
-            keys.extend(std::str::from_utf8(&key).ok().and_then(|text| text.parse::<TuneKey>().ok()));
+            keys.extend(
+                std::str::from_utf8(&key)
+                    .ok()
+                    .and_then(|text| text.parse::<TuneKey>().ok()),
+            );
         }
         Ok(keys)
     }
@@ -225,7 +273,10 @@ impl Store {
     /// [`TuneDbError::TooLarge`], or sled's.
     pub fn put_timings(&self, timings: &[Timing]) -> Result<()> {
         for timing in timings {
-            let (key, value) = (timing_key(&timing.key, &timing.config_text()), timing.to_json()?);
+            let (key, value) = (
+                timing_key(&timing.key, &timing.config_text()),
+                timing.to_json()?,
+            );
             let sealed = seal(&key, value.as_bytes());
             self.sled(self.timings.insert(key, sealed))?;
         }
@@ -255,7 +306,9 @@ impl Store {
     /// # Errors
     /// sled's.
     pub fn timings(&self, key: &TuneKey) -> Result<Vec<Timing>> {
-        self.read_timings(self.timings.scan_prefix(timing_prefix(key)), |timing| timing.key == *key)
+        self.read_timings(self.timings.scan_prefix(timing_prefix(key)), |timing| {
+            timing.key == *key
+        })
     }
 
     /// Every timing of every key, in an order of its own.
@@ -266,7 +319,11 @@ impl Store {
         self.read_timings(self.timings.iter(), |_| true)
     }
 
-    fn read_timings(&self, iter: sled::Iter, wanted: impl Fn(&Timing) -> bool) -> Result<Vec<Timing>> {
+    fn read_timings(
+        &self,
+        iter: sled::Iter,
+        wanted: impl Fn(&Timing) -> bool,
+    ) -> Result<Vec<Timing>> {
         let mut timings = Vec::new();
         for item in iter {
             let (key, sealed) = self.sled(item)?;
@@ -314,11 +371,17 @@ impl Store {
     /// sled's.
     pub fn generation(&self) -> Result<u64> {
         let found = self.sled(self.db.get(GENERATION_KEY))?;
-        Ok(found.and_then(|bytes| std::str::from_utf8(&bytes).ok()?.parse().ok()).unwrap_or(0))
+        Ok(found
+            .and_then(|bytes| std::str::from_utf8(&bytes).ok()?.parse().ok())
+            .unwrap_or(0))
     }
 
     pub(crate) fn set_generation(&self, generation: u64) -> Result<()> {
-        self.sled(self.db.insert(GENERATION_KEY, generation.to_string().as_bytes())).map(drop)
+        self.sled(
+            self.db
+                .insert(GENERATION_KEY, generation.to_string().as_bytes()),
+        )
+        .map(drop)
     }
 
     /// Makes everything durable and publishes the snapshot. Broken records are left out of it.
@@ -366,7 +429,9 @@ impl Store {
 
     fn live_bytes(&self) -> u64 {
         let entries = self.records.iter().chain(self.timings.iter()).flatten();
-        entries.map(|(key, value)| (key.len() + value.len()) as u64).sum()
+        entries
+            .map(|(key, value)| (key.len() + value.len()) as u64)
+            .sum()
     }
 
     /// Writes the store anew with only what is live, and closes it.
@@ -377,7 +442,10 @@ impl Store {
         compact::start(&self.path)?;
         let copy = open_guarded(&compact::new_path(&self.path), false)?;
         let copy_error = |e| sled_error(&self.path, e);
-        for (from, to) in [(&self.records, &copy.records), (&self.timings, &copy.timings)] {
+        for (from, to) in [
+            (&self.records, &copy.records),
+            (&self.timings, &copy.timings),
+        ] {
             for item in from.iter() {
                 let (key, value) = self.sled(item)?;
                 to.insert(key, value).map_err(copy_error)?;
@@ -408,7 +476,9 @@ impl Store {
 
 /// Bytes of all files below a directory.
 pub(crate) fn directory_bytes(path: &Path) -> u64 {
-    let Ok(entries) = std::fs::read_dir(path) else { return 0 };
+    let Ok(entries) = std::fs::read_dir(path) else {
+        return 0;
+    };
     let size = |entry: std::fs::DirEntry| match entry.metadata() {
         Ok(meta) if meta.is_dir() => directory_bytes(&entry.path()),
         Ok(meta) => meta.len(),
@@ -424,7 +494,10 @@ fn is_sled_snapshot(name: &str) -> bool {
 /// Removes sled's snapshots; its log holds the same. True if there were any.
 fn remove_sled_snapshots(path: &Path) -> Result<bool> {
     let mut removed = false;
-    for entry in std::fs::read_dir(path).map_err(TuneDbError::io("list", path))?.flatten() {
+    for entry in std::fs::read_dir(path)
+        .map_err(TuneDbError::io("list", path))?
+        .flatten()
+    {
         if is_sled_snapshot(&entry.file_name().to_string_lossy()) {
             std::fs::remove_file(entry.path()).map_err(TuneDbError::io("remove", entry.path()))?;
             removed = true;
@@ -446,9 +519,14 @@ fn open_guarded(path: &Path, scan: bool) -> Result<Opened> {
         .name("mamba2-tunedb-open".into())
         .spawn(work)
         .map_err(TuneDbError::io("start a thread for", path))?;
-    receiver.recv_timeout(RECOVERY_LIMIT + SLED_LOCK_WAIT).unwrap_or_else(|_| {
-        Err(TuneDbError::Store { path: path.into(), detail: format!("no answer in {} s", RECOVERY_LIMIT.as_secs()) })
-    })
+    receiver
+        .recv_timeout(RECOVERY_LIMIT + SLED_LOCK_WAIT)
+        .unwrap_or_else(|_| {
+            Err(TuneDbError::Store {
+                path: path.into(),
+                detail: format!("no answer in {} s", RECOVERY_LIMIT.as_secs()),
+            })
+        })
 }
 
 fn open_and_scan(path: &Path, scan: bool) -> Result<Opened> {
@@ -460,13 +538,24 @@ fn open_and_scan(path: &Path, scan: bool) -> Result<Opened> {
             item.map_err(|e| sled_error(path, e))?;
         }
     }
-    Ok(Opened { db, records, timings })
+    Ok(Opened {
+        db,
+        records,
+        timings,
+    })
 }
 
 fn sled_error(path: &Path, error: sled::Error) -> TuneDbError {
     match error {
-        sled::Error::Io(source) => TuneDbError::Io { action: "store", path: path.into(), source },
-        other => TuneDbError::Store { path: path.into(), detail: other.to_string() },
+        sled::Error::Io(source) => TuneDbError::Io {
+            action: "store",
+            path: path.into(),
+            source,
+        },
+        other => TuneDbError::Store {
+            path: path.into(),
+            detail: other.to_string(),
+        },
     }
 }
 
@@ -483,7 +572,10 @@ fn open_sled(path: &Path) -> Result<sled::Db> {
     });
     match opened {
         Some(opened) => opened.map_err(|e| sled_error(path, e)),
-        None => Err(TuneDbError::Busy { path: path.into(), waited_ms: SLED_LOCK_WAIT.as_millis() as u64 }),
+        None => Err(TuneDbError::Busy {
+            path: path.into(),
+            waited_ms: SLED_LOCK_WAIT.as_millis() as u64,
+        }),
     }
 }
 
@@ -499,11 +591,16 @@ fn seal(key: &[u8], value: &[u8]) -> Vec<u8> {
 }
 
 fn unseal<'a>(key: &[u8], sealed: &'a [u8]) -> Result<&'a [u8]> {
-    let (digest, value) = sealed.split_at_checked(size_of::<ShortDigest>()).unwrap_or_default();
+    let (digest, value) = sealed
+        .split_at_checked(size_of::<ShortDigest>())
+        .unwrap_or_default();
     if short_digest(&[key, value]) == *digest {
         return Ok(value);
     }
-    Err(TuneDbError::damaged(format!("store entry {}", frames::hex(&short_digest(&[key]))), "it does not have its digest"))
+    Err(TuneDbError::damaged(
+        format!("store entry {}", frames::hex(&short_digest(&[key]))),
+        "it does not have its digest",
+    ))
 }
 
 /// Timings are filed by digest of the key: they are many, and the key's text is long.

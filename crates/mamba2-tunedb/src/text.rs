@@ -36,9 +36,15 @@ pub fn write_text(records: impl IntoIterator<Item = Record>) -> Result<String> {
         };
         sorted.insert(key, kept);
     }
-    let lines: Vec<String> = sorted.values().map(Record::to_json).collect::<Result<_>>()?;
+    let lines: Vec<String> = sorted
+        .values()
+        .map(Record::to_json)
+        .collect::<Result<_>>()?;
     let end = if lines.is_empty() { "]}\n" } else { "\n]}\n" };
-    Ok(format!("{HEADER}{VERSION},\"records\":[\n{}{end}", lines.join(",\n")))
+    Ok(format!(
+        "{HEADER}{VERSION},\"records\":[\n{}{end}",
+        lines.join(",\n")
+    ))
 }
 
 impl TextRecords {
@@ -50,14 +56,27 @@ impl TextRecords {
     pub fn new(what: impl Into<String>, text: impl Into<Cow<'static, str>>) -> Result<TextRecords> {
         let (what, text) = (what.into(), text.into());
         if text.len() > MAX_TEXT_BYTES {
-            return Err(TuneDbError::TooLarge { what, limit: MAX_TEXT_BYTES as u64, got: text.len() as u64, unit: "bytes" });
+            return Err(TuneDbError::TooLarge {
+                what,
+                limit: MAX_TEXT_BYTES as u64,
+                got: text.len() as u64,
+                unit: "bytes",
+            });
         }
         let bad = |detail: &str| TuneDbError::damaged(&what, detail);
         let first = text.lines().next().unwrap_or_default();
-        let version = first.strip_prefix(HEADER).and_then(|rest| rest.strip_suffix(",\"records\":["));
-        let version: u32 = version.and_then(|v| v.parse().ok()).ok_or_else(|| bad("expected the first line of a text of records"))?;
+        let version = first
+            .strip_prefix(HEADER)
+            .and_then(|rest| rest.strip_suffix(",\"records\":["));
+        let version: u32 = version
+            .and_then(|v| v.parse().ok())
+            .ok_or_else(|| bad("expected the first line of a text of records"))?;
         if version > VERSION {
-            return Err(TuneDbError::Newer { what, expected: VERSION, got: version });
+            return Err(TuneDbError::Newer {
+                what,
+                expected: VERSION,
+                got: version,
+            });
         }
         let mut lines = Vec::new();
         let mut closed = false;
@@ -91,16 +110,25 @@ impl TextRecords {
 
     fn parse(&self, i: usize) -> Result<Record> {
         let line = self.line(i);
-        let named = |e: TuneDbError| TuneDbError::damaged(format!("{}: {:?}", self.what, line_key(line)), e.to_string());
+        let named = |e: TuneDbError| {
+            TuneDbError::damaged(
+                format!("{}: {:?}", self.what, line_key(line)),
+                e.to_string(),
+            )
+        };
         let record = Record::from_json(line.as_bytes()).map_err(named)?;
         if record.key.to_string() != line_key(line) {
-            return Err(TuneDbError::damaged(&self.what, format!("expected key {:?}, got {}", line_key(line), record.key)));
+            return Err(TuneDbError::damaged(
+                &self.what,
+                format!("expected key {:?}, got {}", line_key(line), record.key),
+            ));
         }
         Ok(record)
     }
 
     fn lower_bound(&self, key: &str) -> usize {
-        self.lines.partition_point(|range| line_key(&self.text[range.clone()]) < key)
+        self.lines
+            .partition_point(|range| line_key(&self.text[range.clone()]) < key)
     }
 
     /// The record of `key`.
@@ -119,7 +147,9 @@ impl TextRecords {
     /// Keys with this prefix; keys that cannot be read are left out.
     pub fn keys_with_prefix(&self, prefix: &str) -> Vec<TuneKey> {
         let from = self.lower_bound(prefix);
-        let keys = (from..self.lines.len()).map(|i| line_key(self.line(i))).take_while(|key| key.starts_with(prefix));
+        let keys = (from..self.lines.len())
+            .map(|i| line_key(self.line(i)))
+            .take_while(|key| key.starts_with(prefix));
         keys.filter_map(|key| key.parse().ok()).collect()
     }
 
@@ -141,5 +171,7 @@ impl TextRecords {
 
 /// The key a line begins with. Keys hold no quotes or escapes.
 fn line_key(line: &str) -> &str {
-    line.strip_prefix(LINE_START).and_then(|rest| rest.split('"').next()).unwrap_or_default()
+    line.strip_prefix(LINE_START)
+        .and_then(|rest| rest.split('"').next())
+        .unwrap_or_default()
 }

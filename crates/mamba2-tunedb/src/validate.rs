@@ -14,26 +14,43 @@ pub const MAX_WORKSPACE_BYTES: usize = 256 << 30;
 const MAX_ELEMS: u128 = 1 << 40;
 
 fn refused(record: &Record, reason: impl ToString) -> TuneDbError {
-    TuneDbError::Refused { what: format!("record {}", record.key), reason: reason.to_string() }
+    TuneDbError::Refused {
+        what: format!("record {}", record.key),
+        reason: reason.to_string(),
+    }
 }
 
 /// The config of a forward record, if it is legal for `problem` on `device`.
 ///
 /// # Errors
 /// [`TuneDbError::Refused`] with the rule it breaks, the unknown parameter, or the workspace it wants.
-pub fn check_strategy(record: &Record, problem: &Problem, device: &DeviceFacts) -> Result<StrategyConfig> {
+pub fn check_strategy(
+    record: &Record,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Result<StrategyConfig> {
     let config = record.strategy()?;
     problem.check().map_err(|e| refused(record, e))?;
     let p = |n: usize| n as u128;
     let tokens = p(problem.batch) * p(problem.seqlen) * p(problem.nheads) * p(problem.headdim);
-    let states = p(problem.sequences()) * p(problem.nheads) * p(problem.headdim) * p(problem.dstate);
+    let states =
+        p(problem.sequences()) * p(problem.nheads) * p(problem.headdim) * p(problem.dstate);
     if tokens.max(states) > MAX_ELEMS {
-        return Err(refused(record, format!("expected tensors of at most {MAX_ELEMS} elements, got {}", tokens.max(states))));
+        return Err(refused(
+            record,
+            format!(
+                "expected tensors of at most {MAX_ELEMS} elements, got {}",
+                tokens.max(states)
+            ),
+        ));
     }
     rules::check_strategy(&config, problem, device).map_err(|e| refused(record, e))?;
     let workspace = launch::plan(&config, problem, device).workspace.total_bytes;
     if workspace > MAX_WORKSPACE_BYTES {
-        return Err(refused(record, format!("expected a workspace of at most {MAX_WORKSPACE_BYTES} bytes, got {workspace}")));
+        return Err(refused(
+            record,
+            format!("expected a workspace of at most {MAX_WORKSPACE_BYTES} bytes, got {workspace}"),
+        ));
     }
     Ok(config)
 }
@@ -42,11 +59,21 @@ pub fn check_strategy(record: &Record, problem: &Problem, device: &DeviceFacts) 
 ///
 /// # Errors
 /// As [`check_strategy`].
-pub fn check_step(record: &Record, problem: &StepProblem, device: &DeviceFacts) -> Result<StateUpdate> {
+pub fn check_step(
+    record: &Record,
+    problem: &StepProblem,
+    device: &DeviceFacts,
+) -> Result<StateUpdate> {
     let config = record.step_config()?;
-    let elems = problem.batch as u128 * problem.nheads as u128 * problem.headdim as u128 * problem.dstate as u128;
+    let elems = problem.batch as u128
+        * problem.nheads as u128
+        * problem.headdim as u128
+        * problem.dstate as u128;
     if elems > MAX_ELEMS {
-        return Err(refused(record, format!("expected states of at most {MAX_ELEMS} elements, got {elems}")));
+        return Err(refused(
+            record,
+            format!("expected states of at most {MAX_ELEMS} elements, got {elems}"),
+        ));
     }
     rules::check_step_config(&config, problem, device).map_err(|e| refused(record, e))?;
     Ok(config)
@@ -58,11 +85,21 @@ pub fn check_step(record: &Record, problem: &StepProblem, device: &DeviceFacts) 
 /// As [`check_strategy`]; also for a key of a single kernel, which has timings but no records.
 pub fn check_record(record: &Record) -> Result<()> {
     let device = record.key.device();
-    device.arch.require_supported().map_err(|e| refused(record, e))?;
+    device
+        .arch
+        .require_supported()
+        .map_err(|e| refused(record, e))?;
     record.to_json()?;
-    match (record.key.subject(), record.key.problem(), record.key.step_problem()) {
+    match (
+        record.key.subject(),
+        record.key.problem(),
+        record.key.step_problem(),
+    ) {
         (Subject::Forward, Some(problem), _) => check_strategy(record, &problem, &device).map(drop),
         (Subject::Step, _, Some(step)) => check_step(record, &step, &device).map(drop),
-        _ => Err(refused(record, "expected a record of a forward pass or a step")),
+        _ => Err(refused(
+            record,
+            "expected a record of a forward pass or a step",
+        )),
     }
 }

@@ -1,4 +1,5 @@
 //! Bundles, honest and hostile. A hostile one is refused with the reason, and nothing is written.
+#![allow(clippy::unwrap_used)] // clippy does not see that helpers of tests are tests
 
 mod common;
 
@@ -7,7 +8,9 @@ use std::path::Path;
 
 use common::{database, device, problem, record};
 use mamba2_spec::Arch;
-use mamba2_tunedb::{Bundle, CacheDir, Ladder, LocalDb, Record, Snapshot, Tier, TuneDbError, cubin_arch, ops};
+use mamba2_tunedb::{
+    Bundle, CacheDir, Ladder, LocalDb, Record, Snapshot, Tier, TuneDbError, cubin_arch, ops,
+};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
@@ -23,7 +26,16 @@ fn cubin(arch: u8) -> Vec<u8> {
 
 fn write(dir: &Path, records: Vec<Record>) -> std::path::PathBuf {
     let path = dir.join("made.mamba2bundle");
-    Bundle::write(&path, "a test", records, [("kernel one".to_string(), cubin(90)), ("kernel two".into(), cubin(90))]).unwrap();
+    Bundle::write(
+        &path,
+        "a test",
+        records,
+        [
+            ("kernel one".to_string(), cubin(90)),
+            ("kernel two".into(), cubin(90)),
+        ],
+    )
+    .unwrap();
     path
 }
 
@@ -41,9 +53,20 @@ fn forge(magic: &[u8; 8], entries: &[(&str, Vec<u8>)]) -> Vec<u8> {
     let (mut body, mut index) = (Vec::new(), Vec::new());
     for (key, value) in entries {
         let digest = short(&[key.as_bytes(), value]);
-        let (key_len, value_len) = ((key.len() as u32).to_le_bytes(), (value.len() as u32).to_le_bytes());
+        let (key_len, value_len) = (
+            (key.len() as u32).to_le_bytes(),
+            (value.len() as u32).to_le_bytes(),
+        );
         body.extend([b"\xf5M2f", &key_len[..], &value_len, &digest].concat());
-        index.extend([&(64 + body.len() as u64).to_le_bytes()[..], &key_len, &value_len, &digest].concat());
+        index.extend(
+            [
+                &(64 + body.len() as u64).to_le_bytes()[..],
+                &key_len,
+                &value_len,
+                &digest,
+            ]
+            .concat(),
+        );
         body.extend([key.as_bytes(), value].concat());
     }
     let mut header = [&magic[..], &1u32.to_le_bytes(), &0u32.to_le_bytes()].concat();
@@ -55,11 +78,19 @@ fn forge(magic: &[u8; 8], entries: &[(&str, Vec<u8>)]) -> Vec<u8> {
 }
 
 fn manifest(records: u64, cubins: u64) -> (&'static str, Vec<u8>) {
-    ("manifest", json!({ "archs": [90], "records": records, "cubins": cubins }).to_string().into_bytes())
+    (
+        "manifest",
+        json!({ "archs": [90], "records": records, "cubins": cubins })
+            .to_string()
+            .into_bytes(),
+    )
 }
 
 fn record_entry(record: &Record) -> (String, Vec<u8>) {
-    (format!("record/{}", record.key), serde_json::to_vec(record).unwrap())
+    (
+        format!("record/{}", record.key),
+        serde_json::to_vec(record).unwrap(),
+    )
 }
 
 /// Imports the bytes and returns why they were refused; checks that nothing was written.
@@ -67,7 +98,8 @@ fn refusal(bytes: &[u8]) -> String {
     let (dir, _cache, db) = database();
     let path = dir.path().join("hostile.mamba2bundle");
     fs::write(&path, bytes).unwrap();
-    let error = ops::import(&db, &path, mamba2_tunedb::DEFAULT_WAIT).expect_err("a hostile bundle should be refused");
+    let error = ops::import(&db, &path, mamba2_tunedb::DEFAULT_WAIT)
+        .expect_err("a hostile bundle should be refused");
     assert!(!db.root().exists(), "nothing should be written");
     error.to_string()
 }
@@ -77,19 +109,58 @@ fn an_imported_bundle_is_a_tier_with_its_cubins() {
     let (dir, cache, db) = database();
     let path = write(dir.path(), vec![record(4, 4096, 8)]);
     let made = Bundle::open(&path).unwrap();
-    assert_eq!((made.manifest().records, made.manifest().cubins, made.manifest().archs.clone()), (1, 2, vec![90]));
+    assert_eq!(
+        (
+            made.manifest().records,
+            made.manifest().cubins,
+            made.manifest().archs.clone()
+        ),
+        (1, 2, vec![90])
+    );
     assert_eq!(made.verify(), Vec::<String>::new());
     let report = ops::import(&db, &path, mamba2_tunedb::DEFAULT_WAIT).unwrap();
-    assert_eq!(report.bundle, ops::import(&db, &path, mamba2_tunedb::DEFAULT_WAIT).unwrap().bundle, "repeating is harmless");
+    assert_eq!(
+        report.bundle,
+        ops::import(&db, &path, mamba2_tunedb::DEFAULT_WAIT)
+            .unwrap()
+            .bundle,
+        "repeating is harmless"
+    );
     fs::remove_file(&path).unwrap();
     let ladder = Ladder::builder().cache(&cache).build();
-    assert_eq!(ladder.look_up(&problem(4, 4096), &device()).unwrap().tier, Tier::Bundle);
-    assert_eq!(ladder.look_up(&problem(4, 5000), &device()).unwrap().tier, Tier::BundleNearest);
-    assert_eq!(ladder.bundles()[0].cubin("kernel one", Arch(90)).unwrap().unwrap(), cubin(90));
-    assert_eq!(ladder.bundles()[0].cubin("kernel three", Arch(90)).unwrap(), None);
-    assert_eq!(ladder.bundles()[0].cubin_keys().unwrap(), ["kernel one", "kernel two"]);
-    assert!(matches!(ladder.bundles()[0].cubin("kernel one", Arch(100)), Err(TuneDbError::Refused { .. })));
-    assert_eq!(ops::verify(&db, mamba2_tunedb::DEFAULT_WAIT).unwrap().bundles, 1);
+    assert_eq!(
+        ladder.look_up(&problem(4, 4096), &device()).unwrap().tier,
+        Tier::Bundle
+    );
+    assert_eq!(
+        ladder.look_up(&problem(4, 5000), &device()).unwrap().tier,
+        Tier::BundleNearest
+    );
+    assert_eq!(
+        ladder.bundles()[0]
+            .cubin("kernel one", Arch(90))
+            .unwrap()
+            .unwrap(),
+        cubin(90)
+    );
+    assert_eq!(
+        ladder.bundles()[0].cubin("kernel three", Arch(90)).unwrap(),
+        None
+    );
+    assert_eq!(
+        ladder.bundles()[0].cubin_keys().unwrap(),
+        ["kernel one", "kernel two"]
+    );
+    assert!(matches!(
+        ladder.bundles()[0].cubin("kernel one", Arch(100)),
+        Err(TuneDbError::Refused { .. })
+    ));
+    assert_eq!(
+        ops::verify(&db, mamba2_tunedb::DEFAULT_WAIT)
+            .unwrap()
+            .bundles,
+        1
+    );
 }
 
 #[test]
@@ -97,13 +168,35 @@ fn names_in_a_bundle_never_become_paths() {
     let (dir, _cache, db) = database();
     let path = dir.path().join("made.mamba2bundle");
     let evil = ["../../escape", "/etc/escape", "a\0b", "..\\..\\escape"];
-    Bundle::write(&path, "../note", vec![], evil.map(|name| (name.to_string(), cubin(90)))).unwrap();
+    Bundle::write(
+        &path,
+        "../note",
+        vec![],
+        evil.map(|name| (name.to_string(), cubin(90))),
+    )
+    .unwrap();
     let report = ops::import(&db, &path, mamba2_tunedb::DEFAULT_WAIT).unwrap();
-    let written: Vec<_> = fs::read_dir(db.bundles_path()).unwrap().map(|e| e.unwrap().path()).collect();
+    let written: Vec<_> = fs::read_dir(db.bundles_path())
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .collect();
     assert_eq!(written, vec![report.bundle.unwrap()]);
     let name = written[0].file_name().unwrap().to_str().unwrap();
-    assert!(name.strip_suffix(".mamba2bundle").unwrap().bytes().all(|b| b.is_ascii_hexdigit()), "{name}");
-    assert_eq!(Bundle::open(&written[0]).unwrap().cubin("../../escape", Arch(90)).unwrap().unwrap(), cubin(90));
+    assert!(
+        name.strip_suffix(".mamba2bundle")
+            .unwrap()
+            .bytes()
+            .all(|b| b.is_ascii_hexdigit()),
+        "{name}"
+    );
+    assert_eq!(
+        Bundle::open(&written[0])
+            .unwrap()
+            .cubin("../../escape", Arch(90))
+            .unwrap()
+            .unwrap(),
+        cubin(90)
+    );
 }
 
 #[test]
@@ -125,7 +218,11 @@ fn a_cut_or_flipped_bundle_is_refused_wherever_it_is_hit() {
             // A flip in a frame's own header, which readers do not use, changes nothing that is read.
             Ok(report) => {
                 let bundle = Bundle::open(&report.bundle.unwrap()).unwrap();
-                assert_eq!(bundle.record(&record(4, 4096, 8).key).unwrap().unwrap(), record(4, 4096, 8), "{at}");
+                assert_eq!(
+                    bundle.record(&record(4, 4096, 8).key).unwrap().unwrap(),
+                    record(4, 4096, 8),
+                    "{at}"
+                );
             }
         }
     }
@@ -155,18 +252,34 @@ fn sizes_that_a_bundle_claims_are_bounded_before_anything_is_allocated() {
     outside[row..row + 8].copy_from_slice(&u64::MAX.to_le_bytes());
     let digest = short(&[&outside[..48], &outside[row..]]);
     outside[48..64].copy_from_slice(&digest);
-    assert!(refusal(&outside).contains("outside"), "{}", refusal(&outside));
+    assert!(
+        refusal(&outside).contains("outside"),
+        "{}",
+        refusal(&outside)
+    );
 }
 
 #[test]
 fn cubins_for_another_architecture_or_of_no_kind_are_refused() {
     let forged = |value: Vec<u8>| forge(b"mamba2bn", &[("cubin/k", value), manifest(0, 1)]);
-    assert!(refusal(&forged(cubin(80))).contains("sm_80"), "{}", refusal(&forged(cubin(80))));
+    assert!(
+        refusal(&forged(cubin(80))).contains("sm_80"),
+        "{}",
+        refusal(&forged(cubin(80)))
+    );
     assert!(refusal(&forged(b"#!/bin/sh".to_vec())).contains("ELF"));
     let mut host_program = cubin(90);
     host_program[18] = 62;
     assert!(refusal(&forged(host_program.clone())).contains("machine 62"));
-    assert!(Bundle::write(Path::new("/proc/none"), "", vec![], [("k".to_string(), host_program)]).is_err());
+    assert!(
+        Bundle::write(
+            Path::new("/proc/none"),
+            "",
+            vec![],
+            [("k".to_string(), host_program)]
+        )
+        .is_err()
+    );
     let mut older_abi = cubin(0);
     (older_abi[8], older_abi[48]) = (7, 86);
     assert_eq!(cubin_arch(&older_abi).unwrap(), Arch(86));
@@ -189,22 +302,51 @@ fn records_that_break_rules_or_ask_for_absurd_sizes_are_refused() {
         absurd
     };
     assert!(refuse(&absurd(1 << 30, (1 << 31) - 4096)).contains("elements"));
-    assert!(refuse(&absurd(1 << 17, 4096)).contains("workspace"), "{}", refuse(&absurd(1 << 17, 4096)));
+    assert!(
+        refuse(&absurd(1 << 17, 4096)).contains("workspace"),
+        "{}",
+        refuse(&absurd(1 << 17, 4096))
+    );
     let mut infinite = record(4, 4096, 8);
     infinite.evidence.median_us = -1.0;
-    assert!(refuse(&infinite).contains("finite"), "{}", refuse(&infinite));
+    assert!(
+        refuse(&infinite).contains("finite"),
+        "{}",
+        refuse(&infinite)
+    );
 }
 
 #[test]
 fn a_bundle_with_other_contents_than_its_manifest_says_is_refused() {
     let (key, value) = record_entry(&record(4, 4096, 8));
     let entry = (key.as_str(), value);
-    assert!(refusal(&forge(b"mamba2bn", &[entry.clone()])).contains("manifest"));
-    assert!(refusal(&forge(b"mamba2bn", &[manifest(2, 0), entry.clone()])).contains("expected 2 records"));
-    assert!(refusal(&forge(b"mamba2bn", &[manifest(1, 0), entry.clone(), ("stowaway", vec![1])])).contains("stowaway"));
-    assert!(refusal(&forge(b"mamba2bn", &[manifest(1, 0), entry.clone(), entry.clone()])).contains("sorted"));
+    assert!(refusal(&forge(b"mamba2bn", std::slice::from_ref(&entry))).contains("manifest"));
+    assert!(
+        refusal(&forge(b"mamba2bn", &[manifest(2, 0), entry.clone()]))
+            .contains("expected 2 records")
+    );
+    assert!(
+        refusal(&forge(
+            b"mamba2bn",
+            &[manifest(1, 0), entry.clone(), ("stowaway", vec![1])]
+        ))
+        .contains("stowaway")
+    );
+    assert!(
+        refusal(&forge(
+            b"mamba2bn",
+            &[manifest(1, 0), entry.clone(), entry.clone()]
+        ))
+        .contains("sorted")
+    );
     let swapped = (key.replace("l=4096", "l=8192"), entry.1.clone());
-    assert!(refusal(&forge(b"mamba2bn", &[manifest(1, 0), (swapped.0.as_str(), swapped.1)])).contains("filed under"));
+    assert!(
+        refusal(&forge(
+            b"mamba2bn",
+            &[manifest(1, 0), (swapped.0.as_str(), swapped.1)]
+        ))
+        .contains("filed under")
+    );
 }
 
 #[test]
@@ -221,7 +363,11 @@ fn links_and_devices_are_no_bundles() {
         let victim = dir.path().join("victim");
         fs::write(&victim, b"precious").unwrap();
         fs::create_dir_all(db.bundles_path()).unwrap();
-        std::os::unix::fs::symlink(&victim, db.bundles_path().join(format!("{digest}.mamba2bundle"))).unwrap();
+        std::os::unix::fs::symlink(
+            &victim,
+            db.bundles_path().join(format!("{digest}.mamba2bundle")),
+        )
+        .unwrap();
         ops::import(&db, &path, mamba2_tunedb::DEFAULT_WAIT).unwrap();
         assert_eq!(fs::read(&victim).unwrap(), b"precious");
     }
@@ -235,10 +381,20 @@ fn a_forged_snapshot_gives_only_legal_records() {
     let mut illegal = record(4, 4096, 8);
     illegal.config["compute_out"]["chunk_size"] = json!(64);
     let (key, value) = record_entry(&illegal);
-    let bytes = forge(b"mamba2sn", &[(key.strip_prefix("record/").unwrap(), value)]);
-    assert_eq!(Snapshot::from_bytes(bytes.clone(), "forged").unwrap().len(), 1);
+    let bytes = forge(
+        b"mamba2sn",
+        &[(key.strip_prefix("record/").unwrap(), value)],
+    );
+    assert_eq!(
+        Snapshot::from_bytes(bytes.clone(), "forged").unwrap().len(),
+        1
+    );
     fs::create_dir_all(db.root()).unwrap();
     fs::write(db.snapshot_path(), bytes).unwrap();
-    let answer = Ladder::builder().cache(&cache).build().look_up(&problem(4, 4096), &device()).unwrap();
+    let answer = Ladder::builder()
+        .cache(&cache)
+        .build()
+        .look_up(&problem(4, 4096), &device())
+        .unwrap();
     assert_eq!(answer.tier, Tier::Default);
 }

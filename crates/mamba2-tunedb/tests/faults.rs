@@ -1,4 +1,5 @@
 //! Kills, races, damage and hostile surroundings. Computing always works; good entries survive; nothing panics.
+#![allow(clippy::unwrap_used)] // clippy does not see that helpers of tests are tests
 
 mod common;
 
@@ -9,21 +10,37 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{database, device, problem, record};
-use mamba2_tunedb::{CacheDir, Committed, DEFAULT_WAIT, Environment, Ladder, LocalDb, Tier, TuneDbError, TuneKey, ops};
+use mamba2_tunedb::{
+    CacheDir, Committed, DEFAULT_WAIT, Environment, Ladder, LocalDb, Tier, TuneDbError, TuneKey,
+    ops,
+};
 
 /// `(short, long)` counts: the long ones with the feature `long-tests`.
 fn count(short: usize, long: usize) -> usize {
-    if cfg!(feature = "long-tests") { long } else { short }
+    if cfg!(feature = "long-tests") {
+        long
+    } else {
+        short
+    }
 }
 
 fn helper(arguments: &[&str], dir: &Path) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mamba2-tunedb-fault-helper"));
-    command.arg(arguments[0]).arg(dir).args(&arguments[1..]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .arg(arguments[0])
+        .arg(dir)
+        .args(&arguments[1..])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     command.spawn().unwrap()
 }
 
 fn batches(db: &LocalDb) -> Vec<usize> {
-    let mut all: Vec<usize> = ops::list(db).unwrap().iter().map(|r| r.key.problem().unwrap().batch).collect();
+    let mut all: Vec<usize> = ops::list(db)
+        .unwrap()
+        .iter()
+        .map(|r| r.key.problem().unwrap().batch)
+        .collect();
     all.sort_unstable();
     all
 }
@@ -33,7 +50,10 @@ struct Random(u64);
 
 impl Random {
     fn below(&mut self, n: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % n
     }
 }
@@ -55,7 +75,11 @@ fn files_below(dir: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
-        if path.is_dir() { files.extend(files_below(&path)) } else { files.push(path) }
+        if path.is_dir() {
+            files.extend(files_below(&path))
+        } else {
+            files.push(path)
+        }
     }
     files.sort();
     files
@@ -64,23 +88,40 @@ fn files_below(dir: &Path) -> Vec<PathBuf> {
 #[test]
 fn t1_eight_processes_and_a_library_at_once_all_finish() {
     let (dir, cache, db) = database();
-    let children: Vec<Child> = (0..8).map(|i| helper(&["commit", &(100 * i + 1).to_string(), "4"], dir.path())).collect();
+    let children: Vec<Child> = (0..8)
+        .map(|i| helper(&["commit", &(100 * i + 1).to_string(), "4"], dir.path()))
+        .collect();
     // The library looks up and commits meanwhile.
     for i in 0..4 {
-        db.commit(&[record(1000 + i, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
-        let answer = Ladder::builder().cache(&cache).build().look_up(&problem(1000 + i, 4096), &device()).unwrap();
+        db.commit(&[record(1000 + i, 4096, 8)], &[], DEFAULT_WAIT)
+            .unwrap();
+        let answer = Ladder::builder()
+            .cache(&cache)
+            .build()
+            .look_up(&problem(1000 + i, 4096), &device())
+            .unwrap();
         assert_eq!(answer.tier, Tier::Local);
     }
     for child in children {
         let output = child.wait_with_output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
     }
     drop(db.open_store(DEFAULT_WAIT).unwrap());
-    let mut expected: Vec<usize> = (0..8).flat_map(|i| 100 * i + 1..100 * i + 5).chain(1000..1004).collect();
+    let mut expected: Vec<usize> = (0..8)
+        .flat_map(|i| 100 * i + 1..100 * i + 5)
+        .chain(1000..1004)
+        .collect();
     expected.sort_unstable();
     assert_eq!(batches(&db), expected);
     let report = ops::verify(&db, DEFAULT_WAIT).unwrap();
-    assert_eq!((report.faults, report.leftovers, report.timings), (vec![], 0, Some(32)));
+    assert_eq!(
+        (report.faults, report.leftovers, report.timings),
+        (vec![], 0, Some(32))
+    );
 }
 
 #[test]
@@ -89,10 +130,21 @@ fn t1_readers_never_wait_for_the_store() {
     db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
     let store = db.open_store(DEFAULT_WAIT).unwrap();
     let started = Instant::now();
-    let answer = Ladder::builder().cache(&cache).build().look_up(&problem(4, 4096), &device()).unwrap();
+    let answer = Ladder::builder()
+        .cache(&cache)
+        .build()
+        .look_up(&problem(4, 4096), &device())
+        .unwrap();
     assert_eq!(answer.tier, Tier::Local);
-    assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
-    assert!(matches!(db.open_store(Duration::from_millis(50)), Err(TuneDbError::Busy { .. })));
+    assert!(
+        started.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        started.elapsed()
+    );
+    assert!(matches!(
+        db.open_store(Duration::from_millis(50)),
+        Err(TuneDbError::Busy { .. })
+    ));
     drop(store);
     drop(db.open_store(DEFAULT_WAIT).unwrap());
 }
@@ -113,7 +165,9 @@ fn t2_a_killed_owner_does_not_block_the_next() {
     for i in 0..count(3, 20) {
         let mut child = helper(&["write", &(1000 * i + 1).to_string()], dir.path());
         let mut first = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut first).unwrap();
+        BufReader::new(child.stdout.take().unwrap())
+            .read_line(&mut first)
+            .unwrap();
         child.kill().unwrap();
         drop(db.open_store(DEFAULT_WAIT).unwrap());
         child.wait().unwrap();
@@ -132,23 +186,61 @@ fn t3_kill_9_at_random_moments_loses_nothing_that_was_committed() {
         std::thread::sleep(Duration::from_millis(20 + random.below(180)));
         child.kill().unwrap();
         let output = child.wait_with_output().unwrap();
-        assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
-        committed.extend(String::from_utf8(output.stdout).unwrap().lines().map(|line| line.parse::<usize>().unwrap()));
+        assert!(
+            output.stderr.is_empty(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        committed.extend(
+            String::from_utf8(output.stdout)
+                .unwrap()
+                .lines()
+                .map(|line| line.parse::<usize>().unwrap()),
+        );
         // Readers, before anybody repaired anything.
         let ladder = Ladder::builder().cache(&cache).build();
         assert_eq!(ladder.warnings(), Vec::<String>::new(), "round {round}");
         if let Some(last) = committed.last() {
-            assert_eq!(ladder.look_up(&problem(*last, 4096), &device()).unwrap().tier, Tier::Local, "round {round}");
+            assert_eq!(
+                ladder
+                    .look_up(&problem(*last, 4096), &device())
+                    .unwrap()
+                    .tier,
+                Tier::Local,
+                "round {round}"
+            );
         }
     }
-    assert!(committed.len() > 5, "the helper should have got somewhere: {committed:?}");
+    assert!(
+        committed.len() > 5,
+        "the helper should have got somewhere: {committed:?}"
+    );
     let found = batches(&db);
-    assert!(committed.iter().all(|i| found.binary_search(i).is_ok()), "{committed:?} in {found:?}");
-    let keys: Vec<TuneKey> = committed.iter().map(|i| TuneKey::forward(&problem(*i, 4096), &device())).collect();
-    assert_eq!(db.timings(&keys, DEFAULT_WAIT).unwrap().len(), keys.len(), "a resumed job repeats nothing");
-    assert_eq!(ops::verify(&db, DEFAULT_WAIT).unwrap().faults, Vec::<String>::new());
+    assert!(
+        committed.iter().all(|i| found.binary_search(i).is_ok()),
+        "{committed:?} in {found:?}"
+    );
+    let keys: Vec<TuneKey> = committed
+        .iter()
+        .map(|i| TuneKey::forward(&problem(*i, 4096), &device()))
+        .collect();
+    assert_eq!(
+        db.timings(&keys, DEFAULT_WAIT).unwrap().len(),
+        keys.len(),
+        "a resumed job repeats nothing"
+    );
+    assert_eq!(
+        ops::verify(&db, DEFAULT_WAIT).unwrap().faults,
+        Vec::<String>::new()
+    );
     ops::prune(&db, &ops::PrunePolicy::default(), DEFAULT_WAIT).unwrap();
-    assert_eq!((batches(&db), ops::verify(&db, DEFAULT_WAIT).unwrap().leftovers), (found, 0));
+    assert_eq!(
+        (
+            batches(&db),
+            ops::verify(&db, DEFAULT_WAIT).unwrap().leftovers
+        ),
+        (found, 0)
+    );
 }
 
 /// Cuts, empties and flips every file, one at a time. `sealed`: the store was closed in order.
@@ -157,8 +249,11 @@ fn damage_every_file(original: &Path, expected: &[usize], flips: usize) {
     for file in files_below(original) {
         let name = file.strip_prefix(original).unwrap();
         let bytes = fs::read(&file).unwrap();
-        let mut variants: Vec<(String, Vec<u8>)> =
-            vec![("emptied".into(), vec![]), ("cut to half".into(), bytes[..bytes.len() / 2].to_vec()), ("foreign".into(), vec![0x5a; 4096])];
+        let mut variants: Vec<(String, Vec<u8>)> = vec![
+            ("emptied".into(), vec![]),
+            ("cut to half".into(), bytes[..bytes.len() / 2].to_vec()),
+            ("foreign".into(), vec![0x5a; 4096]),
+        ];
         for _ in 0..flips.min(bytes.len()) {
             let mut flipped = bytes.clone();
             let at = random.below(bytes.len() as u64) as usize;
@@ -174,15 +269,36 @@ fn damage_every_file(original: &Path, expected: &[usize], flips: usize) {
             let db = LocalDb::in_cache(&cache).unwrap();
             // A reader first: it repairs nothing.
             let ladder = Ladder::builder().cache(&cache).build();
-            assert!(ladder.warnings().len() <= 1, "{what}: {:?}", ladder.warnings());
-            let answer = ladder.look_up(&problem(expected[0], 4096), &device()).unwrap();
-            assert!(matches!(answer.tier, Tier::Local | Tier::LocalNearest | Tier::Default), "{what}");
+            assert!(
+                ladder.warnings().len() <= 1,
+                "{what}: {:?}",
+                ladder.warnings()
+            );
+            let answer = ladder
+                .look_up(&problem(expected[0], 4096), &device())
+                .unwrap();
+            assert!(
+                matches!(
+                    answer.tier,
+                    Tier::Local | Tier::LocalNearest | Tier::Default
+                ),
+                "{what}"
+            );
             // Then a writer.
-            assert_eq!(db.commit(&[record(999, 4096, 8)], &[], DEFAULT_WAIT).unwrap(), Committed::Store, "{what}");
+            assert_eq!(
+                db.commit(&[record(999, 4096, 8)], &[], DEFAULT_WAIT)
+                    .unwrap(),
+                Committed::Store,
+                "{what}"
+            );
             let mut all = expected.to_vec();
             all.push(999);
             assert_eq!(batches(&db), all, "{what}");
-            assert_eq!(ops::verify(&db, DEFAULT_WAIT).unwrap().faults, Vec::<String>::new(), "{what}");
+            assert_eq!(
+                ops::verify(&db, DEFAULT_WAIT).unwrap().faults,
+                Vec::<String>::new(),
+                "{what}"
+            );
         }
     }
 }
@@ -214,11 +330,17 @@ fn t3_leftovers_of_killed_writers_are_harmless_and_pruned() {
     fs::write(db.parts_path().join("host-1-00.part"), b"half a part").unwrap();
     fs::write(db.store_path().join("snap.0000.generating"), b"").unwrap();
     let ladder = Ladder::builder().cache(&cache).build();
-    assert_eq!(ladder.look_up(&problem(4, 4096), &device()).unwrap().tier, Tier::Local);
+    assert_eq!(
+        ladder.look_up(&problem(4, 4096), &device()).unwrap().tier,
+        Tier::Local
+    );
     assert_eq!(ladder.warnings().len(), 1);
     drop(db.open_store(DEFAULT_WAIT).unwrap());
     let report = ops::prune(&db, &ops::PrunePolicy::default(), DEFAULT_WAIT).unwrap();
-    assert_eq!(report.leftovers, 2, "the temporary file and the part that was set aside");
+    assert_eq!(
+        report.leftovers, 2,
+        "the temporary file and the part that was set aside"
+    );
     assert_eq!(batches(&db), vec![4]);
 }
 
@@ -256,12 +378,17 @@ fn t5_retuning_the_same_keys_stays_bounded() {
     let (keys, rounds) = (500, count(20, 1000));
     let mut records: Vec<_> = (1..=keys).map(|i| record(i, 4096, 8)).collect();
     for round in 0..rounds {
-        records.iter_mut().for_each(|r| r.evidence.median_us = round as f64);
+        records
+            .iter_mut()
+            .for_each(|r| r.evidence.median_us = round as f64);
         db.commit(&records, &[], DEFAULT_WAIT).unwrap();
     }
     let report = ops::prune(&db, &ops::PrunePolicy::default(), DEFAULT_WAIT).unwrap();
     println!("{keys} keys, {rounds} rounds: {report:?}");
-    assert!(report.bytes_before < 200 << 20, "bounded even before prune: {report:?}");
+    assert!(
+        report.bytes_before < 200 << 20,
+        "bounded even before prune: {report:?}"
+    );
     assert!(report.bytes_after < 50 << 20, "{report:?}");
     let files = files_below(db.root()).len();
     assert!(files < 20, "{files} files");
@@ -280,16 +407,33 @@ fn t5_prune_bounds_the_number_of_timings_and_drops_the_oldest() {
     let (_dir, _cache, db) = database();
     let key = TuneKey::forward(&problem(4, 4096), &device());
     let timing = |i: u64| {
-        let outcome = Outcome::Measured { median_us: 1.0, spread_us: 0.0, samples: 1, max_error: 0.0 };
-        let mut timing = Timing::new(key, &serde_json::json!({ "candidate": i }), outcome, Provenance::default());
+        let outcome = Outcome::Measured {
+            median_us: 1.0,
+            spread_us: 0.0,
+            samples: 1,
+            max_error: 0.0,
+        };
+        let mut timing = Timing::new(
+            key,
+            &serde_json::json!({ "candidate": i }),
+            outcome,
+            Provenance::default(),
+        );
         timing.date_unix_s = i;
         timing
     };
-    db.commit(&[], &(0..100).map(timing).collect::<Vec<_>>(), DEFAULT_WAIT).unwrap();
-    let policy = ops::PrunePolicy { max_timings: 40, ..Default::default() };
+    db.commit(&[], &(0..100).map(timing).collect::<Vec<_>>(), DEFAULT_WAIT)
+        .unwrap();
+    let policy = ops::PrunePolicy {
+        max_timings: 40,
+        ..Default::default()
+    };
     assert_eq!(ops::prune(&db, &policy, DEFAULT_WAIT).unwrap().timings, 60);
     let left = db.timings(&[key], DEFAULT_WAIT).unwrap();
-    assert_eq!((left.len(), left.iter().map(|t| t.date_unix_s).min()), (40, Some(60)));
+    assert_eq!(
+        (left.len(), left.iter().map(|t| t.date_unix_s).min()),
+        (40, Some(60))
+    );
 }
 
 #[test]
@@ -297,10 +441,18 @@ fn t6_a_writer_without_the_store_leaves_a_part_that_everybody_sees() {
     let (_dir, cache, db) = database();
     db.commit(&[record(1, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
     let store = db.open_store(DEFAULT_WAIT).unwrap();
-    let committed = db.commit(&[record(2, 4096, 8)], &[], Duration::ZERO).unwrap();
-    let Committed::Part(part) = committed else { panic!("{committed:?}") };
+    let committed = db
+        .commit(&[record(2, 4096, 8)], &[], Duration::ZERO)
+        .unwrap();
+    let Committed::Part(part) = committed else {
+        panic!("{committed:?}")
+    };
     assert_eq!(batches(&db), vec![1, 2]);
-    let answer = Ladder::builder().cache(&cache).build().look_up(&problem(2, 4096), &device()).unwrap();
+    let answer = Ladder::builder()
+        .cache(&cache)
+        .build()
+        .look_up(&problem(2, 4096), &device())
+        .unwrap();
     assert_eq!(answer.tier, Tier::Local);
     drop(store);
     assert_eq!(db.open_store(DEFAULT_WAIT).unwrap().len(), 2);
@@ -311,13 +463,23 @@ fn t6_a_writer_without_the_store_leaves_a_part_that_everybody_sees() {
 #[test]
 fn t6_a_directory_swapped_while_in_use_changes_nothing_for_its_users() {
     let (dir, cache, db) = database();
-    db.commit(&(1..=50).map(|i| record(i, 4096, 8)).collect::<Vec<_>>(), &[], DEFAULT_WAIT).unwrap();
+    db.commit(
+        &(1..=50).map(|i| record(i, 4096, 8)).collect::<Vec<_>>(),
+        &[],
+        DEFAULT_WAIT,
+    )
+    .unwrap();
     let ladder = Ladder::builder().cache(&cache).build();
     fs::rename(db.root(), dir.path().join("elsewhere")).unwrap();
     for i in 1..=50 {
-        assert_eq!(ladder.look_up(&problem(i, 4096), &device()).unwrap().tier, Tier::Local, "{i}");
+        assert_eq!(
+            ladder.look_up(&problem(i, 4096), &device()).unwrap().tier,
+            Tier::Local,
+            "{i}"
+        );
     }
-    db.commit(&[record(60, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
+    db.commit(&[record(60, 4096, 8)], &[], DEFAULT_WAIT)
+        .unwrap();
     assert_eq!(batches(&db), vec![60]);
 }
 
@@ -325,14 +487,25 @@ fn t6_a_directory_swapped_while_in_use_changes_nothing_for_its_users() {
 fn t13_the_directory_is_decided_in_one_order_and_says_why() {
     let home = tempfile::tempdir().unwrap();
     let home = home.path().to_str().unwrap();
-    let decide = |pairs: &[(&str, &str)]| CacheDir::decide(&Environment::from_pairs(pairs.iter().copied()));
+    let decide =
+        |pairs: &[(&str, &str)]| CacheDir::decide(&Environment::from_pairs(pairs.iter().copied()));
     let path = |pairs: &[(&str, &str)]| decide(pairs).path.map(|p| p.to_str().unwrap().to_string());
     let home_cache = format!("{home}/.cache/mamba2");
     assert_eq!(path(&[("HOME", home)]), Some(home_cache.clone()));
-    assert_eq!(path(&[("HOME", home), ("XDG_CACHE_HOME", home)]), Some(format!("{home}/mamba2")));
-    let all = [("HOME", home), ("XDG_CACHE_HOME", home), ("MAMBA2_CACHE_DIR", "/somewhere/else")];
+    assert_eq!(
+        path(&[("HOME", home), ("XDG_CACHE_HOME", home)]),
+        Some(format!("{home}/mamba2"))
+    );
+    let all = [
+        ("HOME", home),
+        ("XDG_CACHE_HOME", home),
+        ("MAMBA2_CACHE_DIR", "/somewhere/else"),
+    ];
     assert_eq!(path(&all), Some("/somewhere/else".into()));
-    assert_eq!(path(&[("HOME", home), ("XDG_CACHE_HOME", "relative")]), Some(home_cache));
+    assert_eq!(
+        path(&[("HOME", home), ("XDG_CACHE_HOME", "relative")]),
+        Some(home_cache)
+    );
     let none = decide(&[]);
     assert_eq!(none.path, None);
     assert!(none.reason.contains("HOME is not set"), "{}", none.reason);
@@ -349,7 +522,10 @@ fn t13_without_a_directory_computing_works_with_one_warning() {
     assert_eq!(ladder.warnings().len(), 1);
     let answer = ladder.look_up(&problem(4, 4096), &device()).unwrap();
     assert!(answer.warnings.is_empty());
-    assert!(matches!(LocalDb::in_cache(&cache), Err(TuneDbError::NoDirectory(_))));
+    assert!(matches!(
+        LocalDb::in_cache(&cache),
+        Err(TuneDbError::NoDirectory(_))
+    ));
     assert_eq!(ops::path(&cache).cache_dir, None);
 }
 
@@ -361,12 +537,18 @@ fn t13_an_unwritable_directory_is_an_error_of_the_writer_only() {
     assert_eq!(ladder.warnings(), Vec::<String>::new());
     assert!(ladder.look_up(&problem(4, 4096), &device()).is_ok());
     let db = LocalDb::in_cache(&cache).unwrap();
-    assert!(matches!(db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT), Err(TuneDbError::Io { .. })));
+    assert!(matches!(
+        db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT),
+        Err(TuneDbError::Io { .. })
+    ));
     assert_eq!(ops::list(&db).unwrap(), vec![]);
     // A path through a file.
     let file = tempfile::NamedTempFile::new().unwrap();
     let db = LocalDb::in_cache(&CacheDir::fixed(file.path())).unwrap();
-    assert!(matches!(db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT), Err(TuneDbError::Io { .. })));
+    assert!(matches!(
+        db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT),
+        Err(TuneDbError::Io { .. })
+    ));
     assert!(db.snapshot().unwrap().is_none());
 }
 
@@ -377,7 +559,12 @@ fn t13_another_users_directory_is_passed_over() {
     let home = tempfile::tempdir().unwrap();
     let cache = home.path().join(".cache/mamba2");
     fs::create_dir_all(&cache).unwrap();
-    let decide = || CacheDir::decide(&Environment::from_pairs([("HOME", home.path().to_str().unwrap())]));
+    let decide = || {
+        CacheDir::decide(&Environment::from_pairs([(
+            "HOME",
+            home.path().to_str().unwrap(),
+        )]))
+    };
     assert_eq!(decide().path, Some(cache.clone()));
     if fs::metadata("/proc/self").unwrap().uid() != 0 {
         println!("SKIPPED: only root can give a directory to another user");
@@ -386,7 +573,11 @@ fn t13_another_users_directory_is_passed_over() {
     std::os::unix::fs::chown(&cache, Some(12345), None).unwrap();
     let decided = decide();
     assert_eq!(decided.path, None);
-    assert!(decided.reason.contains("belongs to another user"), "{}", decided.reason);
+    assert!(
+        decided.reason.contains("belongs to another user"),
+        "{}",
+        decided.reason
+    );
 }
 
 /// A file system of 1 MiB, if this process may mount one.
@@ -397,8 +588,13 @@ struct SmallDisk(tempfile::TempDir);
 impl SmallDisk {
     fn mount(options: &str) -> Option<SmallDisk> {
         let dir = tempfile::tempdir().unwrap();
-        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", options, "none"]).arg(dir.path()).output();
-        mounted.is_ok_and(|o| o.status.success()).then_some(SmallDisk(dir))
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", options, "none"])
+            .arg(dir.path())
+            .output();
+        mounted
+            .is_ok_and(|o| o.status.success())
+            .then_some(SmallDisk(dir))
     }
 }
 
@@ -424,7 +620,10 @@ fn t13_a_full_disk_keeps_what_was_there_and_computes() {
     let result = db.commit(&many, &[], DEFAULT_WAIT);
     assert!(result.is_err(), "{result:?}");
     let ladder = Ladder::builder().cache(&cache).build();
-    assert_eq!(ladder.look_up(&problem(4, 4096), &device()).unwrap().tier, Tier::Local);
+    assert_eq!(
+        ladder.look_up(&problem(4, 4096), &device()).unwrap().tier,
+        Tier::Local
+    );
     fs::remove_file(disk.0.path().join("filler")).unwrap();
     db.commit(&[record(5, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
     let found = batches(&db);
@@ -441,11 +640,21 @@ fn t13_read_only_media_answer() {
     let cache = CacheDir::fixed(disk.0.path());
     let db = LocalDb::in_cache(&cache).unwrap();
     db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
-    let remount = Command::new("mount").args(["-o", "remount,ro"]).arg(disk.0.path()).status().unwrap();
+    let remount = Command::new("mount")
+        .args(["-o", "remount,ro"])
+        .arg(disk.0.path())
+        .status()
+        .unwrap();
     assert!(remount.success());
     let ladder = Ladder::builder().cache(&cache).build();
-    assert_eq!(ladder.look_up(&problem(4, 4096), &device()).unwrap().tier, Tier::Local);
+    assert_eq!(
+        ladder.look_up(&problem(4, 4096), &device()).unwrap().tier,
+        Tier::Local
+    );
     assert_eq!(ladder.warnings(), Vec::<String>::new());
-    assert!(matches!(db.commit(&[record(5, 4096, 8)], &[], DEFAULT_WAIT), Err(TuneDbError::Io { .. })));
+    assert!(matches!(
+        db.commit(&[record(5, 4096, 8)], &[], DEFAULT_WAIT),
+        Err(TuneDbError::Io { .. })
+    ));
     assert_eq!(batches(&db), vec![4]);
 }

@@ -1,11 +1,15 @@
 //! What a key holds, and what it must not.
+#![allow(clippy::unwrap_used)] // clippy does not see that helpers of tests are tests
 
 mod common;
 
 use std::collections::HashMap;
 
 use common::{database, device, problem, record};
-use mamba2_spec::{Alignment, Arch, ChunkSize, DKind, DeviceFacts, DtLimit, Dtype, Kernel, Precision, Problem, StepProblem};
+use mamba2_spec::{
+    Alignment, Arch, ChunkSize, DKind, DeviceFacts, DtLimit, Dtype, Kernel, Precision, Problem,
+    StepProblem,
+};
 use mamba2_tunedb::{DEFAULT_WAIT, Ladder, NEAREST_BOUND, Tier, TuneKey, tuning_shape};
 
 /// Every field of Problem flipped once, by name. The exhaustive pattern makes a new field a compile error here.
@@ -53,9 +57,16 @@ fn flips() -> Vec<(&'static str, Problem)> {
     flip("z", &|p| p.z = true);
     flip("dt_bias", &|p| p.dt_bias = true);
     flip("dt_softplus", &|p| p.dt_softplus = true);
-    flip("dt_limit", &|p| p.dt_limit = DtLimit { min: 0.001, max: 0.1 });
+    flip("dt_limit", &|p| {
+        p.dt_limit = DtLimit {
+            min: 0.001,
+            max: 0.1,
+        }
+    });
     flip("no initial_states", &|p| p.initial_states = None);
-    flip("initial_states f16", &|p| p.initial_states = Some(Dtype::F16));
+    flip("initial_states f16", &|p| {
+        p.initial_states = Some(Dtype::F16)
+    });
     flip("no final_states", &|p| p.final_states = None);
     flip("final_states bf16", &|p| p.final_states = Some(Dtype::Bf16));
     flip("packed", &|p| (p.batch, p.packed) = (1, Some(4)));
@@ -68,7 +79,10 @@ fn flips() -> Vec<(&'static str, Problem)> {
 
 #[test]
 fn t10_each_flip_of_a_field_changes_the_key_on_disk() {
-    let mut seen = HashMap::from([(TuneKey::forward(&problem(4, 4096), &device()).to_string(), "base")]);
+    let mut seen = HashMap::from([(
+        TuneKey::forward(&problem(4, 4096), &device()).to_string(),
+        "base",
+    )]);
     for (name, flipped) in flips() {
         let key = TuneKey::forward(&flipped, &device());
         if let Some(other) = seen.insert(key.to_string(), name) {
@@ -76,8 +90,18 @@ fn t10_each_flip_of_a_field_changes_the_key_on_disk() {
         }
     }
     let base = problem(4, 4096);
-    for kernel in [Kernel::ChunkCumsum, Kernel::FwdPassState, Kernel::ComputeOut] {
-        assert!(seen.insert(TuneKey::kernel(kernel, &base, &device()).to_string(), "kernel").is_none());
+    for kernel in [
+        Kernel::ChunkCumsum,
+        Kernel::FwdPassState,
+        Kernel::ComputeOut,
+    ] {
+        assert!(
+            seen.insert(
+                TuneKey::kernel(kernel, &base, &device()).to_string(),
+                "kernel"
+            )
+            .is_none()
+        );
     }
 }
 
@@ -85,21 +109,38 @@ fn t10_each_flip_of_a_field_changes_the_key_on_disk() {
 fn t10_what_the_key_leaves_out_is_harmless() {
     let key = |p: &Problem| TuneKey::forward(p, &device());
     // Values of the limits are run-time arguments of the kernels.
-    let limited = |min, max| Problem { dt_limit: DtLimit { min, max }, ..problem(4, 4096) };
+    let limited = |min, max| Problem {
+        dt_limit: DtLimit { min, max },
+        ..problem(4, 4096)
+    };
     assert_eq!(key(&limited(0.001, 0.1)), key(&limited(0.0, 0.5)));
     // 16-bit inputs ignore the precision of f32 products; f32 inputs do not.
-    let tf32 = |dtype| Problem { precision: Precision::Tf32, ..problem(4, 4096).with_dtype(dtype) };
+    let tf32 = |dtype| Problem {
+        precision: Precision::Tf32,
+        ..problem(4, 4096).with_dtype(dtype)
+    };
     assert_eq!(key(&tf32(Dtype::Bf16)), key(&problem(4, 4096)));
-    assert_ne!(key(&tf32(Dtype::F32)), key(&problem(4, 4096).with_dtype(Dtype::F32)));
+    assert_ne!(
+        key(&tf32(Dtype::F32)),
+        key(&problem(4, 4096).with_dtype(Dtype::F32))
+    );
     // The number of slots only bounds addresses.
-    let step = |slots| StepProblem { slots, indices: true, ..StepProblem::new(64, 80, 64, 1, 128) };
-    assert_eq!(TuneKey::step(&step(64), &device()), TuneKey::step(&step(4096), &device()));
+    let step = |slots| StepProblem {
+        slots,
+        indices: true,
+        ..StepProblem::new(64, 80, 64, 1, 128)
+    };
+    assert_eq!(
+        TuneKey::step(&step(64), &device()),
+        TuneKey::step(&step(4096), &device())
+    );
 }
 
 #[test]
 fn t10_each_flip_of_a_step_changes_its_key() {
     let base = StepProblem::new(64, 80, 64, 1, 128);
-    let flips: [(&str, fn(&mut StepProblem)); 15] = [
+    type Change = fn(&mut StepProblem);
+    let flips: [(&str, Change); 15] = [
         ("batch", |p| p.batch = 65),
         ("tokens", |p| p.tokens = 2),
         ("nheads", |p| p.nheads = 40),
@@ -125,7 +166,11 @@ fn t10_each_flip_of_a_step_changes_its_key() {
             panic!("{name} and {other} share {key}");
         }
         let again: TuneKey = key.to_string().parse().unwrap();
-        assert_eq!(TuneKey::step(&again.step_problem().unwrap(), &again.device()), key, "{name}");
+        assert_eq!(
+            TuneKey::step(&again.step_problem().unwrap(), &again.device()),
+            key,
+            "{name}"
+        );
     }
 }
 
@@ -135,7 +180,11 @@ fn a_key_survives_its_text_and_gives_its_problem_back() {
         let key = TuneKey::forward(&flipped, &device());
         let again: TuneKey = key.to_string().parse().unwrap();
         assert_eq!(again, key, "{name}");
-        assert_eq!(TuneKey::forward(&again.problem().unwrap(), &again.device()), key, "{name}");
+        assert_eq!(
+            TuneKey::forward(&again.problem().unwrap(), &again.device()),
+            key,
+            "{name}"
+        );
     }
 }
 
@@ -156,7 +205,10 @@ fn a_key_has_one_spelling() {
         assert!(bad.parse::<TuneKey>().is_err(), "{bad}");
     }
     let newer = text.replace("schema=1", "schema=2").parse::<TuneKey>();
-    assert!(matches!(newer, Err(mamba2_tunedb::TuneDbError::Newer { .. })));
+    assert!(matches!(
+        newer,
+        Err(mamba2_tunedb::TuneDbError::Newer { .. })
+    ));
 }
 
 #[test]
@@ -173,8 +225,16 @@ fn t11_every_length_is_answered_by_the_shape_that_tuning_chose_for_it() {
     for l in 1..=5000 {
         let answer = ladder.look_up(&problem(1, l), &device()).unwrap();
         let found = answer.record.unwrap();
-        assert_eq!(found.key, TuneKey::forward(&tuning_shape(&problem(1, l)), &device()), "l = {l}");
-        assert!(answer.distance <= NEAREST_BOUND / 2.0 + 1e-9, "l = {l}: {}", answer.distance);
+        assert_eq!(
+            found.key,
+            TuneKey::forward(&tuning_shape(&problem(1, l)), &device()),
+            "l = {l}"
+        );
+        assert!(
+            answer.distance <= NEAREST_BOUND / 2.0 + 1e-9,
+            "l = {l}: {}",
+            answer.distance
+        );
         mamba2_spec::rules::check_strategy(&answer.config, &problem(1, l), &device()).unwrap();
     }
 }
@@ -196,21 +256,49 @@ fn p6_a_far_key_falls_to_the_default_and_the_distance_is_told() {
     db.commit(&[record(1, 64, 8)], &[], DEFAULT_WAIT).unwrap();
     let ladder = Ladder::builder().cache(&cache).build();
     let tier = |l| ladder.look_up(&problem(1, l), &device()).unwrap().tier;
-    assert_eq!((tier(64), tier(65536), tier(129)), (Tier::Local, Tier::Default, Tier::Default));
+    assert_eq!(
+        (tier(64), tier(65536), tier(129)),
+        (Tier::Local, Tier::Default, Tier::Default)
+    );
     let near = ladder.look_up(&problem(1, 128), &device()).unwrap();
     assert_eq!((near.tier, near.distance), (Tier::LocalNearest, 1.0));
     // Nothing to compute resembles nothing else.
-    assert_eq!((tier(0), ladder.look_up(&problem(0, 64), &device()).unwrap().tier), (Tier::Default, Tier::Default));
+    assert_eq!(
+        (
+            tier(0),
+            ladder.look_up(&problem(0, 64), &device()).unwrap().tier
+        ),
+        (Tier::Default, Tier::Default)
+    );
 }
 
 #[test]
 fn the_nearest_record_wins_and_the_larger_problem_breaks_ties() {
     let (_dir, cache, db) = database();
-    db.commit(&[record(1, 2048, 1), record(1, 8192, 2), record(1, 6000, 16)], &[], DEFAULT_WAIT).unwrap();
+    db.commit(
+        &[record(1, 2048, 1), record(1, 8192, 2), record(1, 6000, 16)],
+        &[],
+        DEFAULT_WAIT,
+    )
+    .unwrap();
     let ladder = Ladder::builder().cache(&cache).build();
-    let seqlen = |l| ladder.look_up(&problem(1, l), &device()).unwrap().record.unwrap().key.problem().unwrap().seqlen;
-    assert_eq!((seqlen(2100), seqlen(5900), seqlen(8000), seqlen(16384)), (2048, 6000, 8192, 8192));
-    db.commit(&[record(2, 4096, 1), record(8, 4096, 2)], &[], DEFAULT_WAIT).unwrap();
+    let seqlen = |l| {
+        ladder
+            .look_up(&problem(1, l), &device())
+            .unwrap()
+            .record
+            .unwrap()
+            .key
+            .problem()
+            .unwrap()
+            .seqlen
+    };
+    assert_eq!(
+        (seqlen(2100), seqlen(5900), seqlen(8000), seqlen(16384)),
+        (2048, 6000, 8192, 8192)
+    );
+    db.commit(&[record(2, 4096, 1), record(8, 4096, 2)], &[], DEFAULT_WAIT)
+        .unwrap();
     ladder.reload();
     let tie = ladder.look_up(&problem(4, 4096), &device()).unwrap();
     assert_eq!(tie.record.unwrap().key.problem().unwrap().batch, 8);
@@ -218,28 +306,66 @@ fn the_nearest_record_wins_and_the_larger_problem_breaks_ties() {
 
 #[test]
 fn t12_the_product_name_is_no_identity_and_a_slice_is_another_gpu() {
-    let facts = |name: &str, sm_count| DeviceFacts { name: name.into(), sm_count, ..device() };
+    let facts = |name: &str, sm_count| DeviceFacts {
+        name: name.into(),
+        sm_count,
+        ..device()
+    };
     let key = |d: &DeviceFacts| TuneKey::forward(&problem(4, 4096), d);
     // SXM, NVL, H200 and a power-capped card: the same silicon tunes alike.
-    assert_eq!(key(&facts("NVIDIA H100 80GB HBM3", 132)), key(&facts("NVIDIA H200 (350 W)", 132)));
-    assert_ne!(key(&facts("NVIDIA H100 PCIe", 114)), key(&facts("NVIDIA H200", 132)));
-    assert_ne!(key(&facts("NVIDIA H200 MIG 3g.71gb", 60)), key(&facts("NVIDIA H200", 132)));
-    let less_memory = DeviceFacts { shared_memory_optin_bytes: 99 * 1024, ..device() };
+    assert_eq!(
+        key(&facts("NVIDIA H100 80GB HBM3", 132)),
+        key(&facts("NVIDIA H200 (350 W)", 132))
+    );
+    assert_ne!(
+        key(&facts("NVIDIA H100 PCIe", 114)),
+        key(&facts("NVIDIA H200", 132))
+    );
+    assert_ne!(
+        key(&facts("NVIDIA H200 MIG 3g.71gb", 60)),
+        key(&facts("NVIDIA H200", 132))
+    );
+    let less_memory = DeviceFacts {
+        shared_memory_optin_bytes: 99 * 1024,
+        ..device()
+    };
     assert_ne!(key(&less_memory), key(&device()));
-    assert_ne!(key(&DeviceFacts { arch: Arch(100), ..device() }), key(&device()));
+    assert_ne!(
+        key(&DeviceFacts {
+            arch: Arch(100),
+            ..device()
+        }),
+        key(&device())
+    );
 }
 
 #[test]
 fn t12_another_gpu_answers_only_when_asked_and_says_so() {
     let (_dir, cache, db) = database();
     db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
-    let pcie = DeviceFacts { sm_count: 114, ..device() };
-    let silent = Ladder::builder().cache(&cache).build().look_up(&problem(4, 4096), &pcie).unwrap();
+    let pcie = DeviceFacts {
+        sm_count: 114,
+        ..device()
+    };
+    let silent = Ladder::builder()
+        .cache(&cache)
+        .build()
+        .look_up(&problem(4, 4096), &pcie)
+        .unwrap();
     assert_eq!((silent.tier, silent.other_device), (Tier::Default, false));
     let asked = Ladder::builder().cache(&cache).other_device(true).build();
     let answer = asked.look_up(&problem(4, 4096), &pcie).unwrap();
-    assert_eq!((answer.tier, answer.other_device), (Tier::LocalNearest, true));
-    assert_eq!(asked.look_up(&problem(4, 4096), &device()).unwrap().tier, Tier::Local);
+    assert_eq!(
+        (answer.tier, answer.other_device),
+        (Tier::LocalNearest, true)
+    );
+    assert_eq!(
+        asked.look_up(&problem(4, 4096), &device()).unwrap().tier,
+        Tier::Local
+    );
     let ampere = DeviceFacts::assumed(Arch(80));
-    assert_eq!(asked.look_up(&problem(4, 4096), &ampere).unwrap().tier, Tier::Default);
+    assert_eq!(
+        asked.look_up(&problem(4, 4096), &ampere).unwrap().tier,
+        Tier::Default
+    );
 }

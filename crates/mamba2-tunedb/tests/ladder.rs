@@ -1,11 +1,14 @@
 //! The look-up ladder: which tier speaks, and when.
+#![allow(clippy::unwrap_used)] // clippy does not see that helpers of tests are tests
 
 mod common;
 
 use common::{block_h, config, database, device, problem, record};
 use mamba2_spec::StepProblem;
 use mamba2_spec::parameters::StateUpdate;
-use mamba2_tunedb::{Committed, DEFAULT_WAIT, Evidence, Ladder, Mode, Record, Shipped, Tier, write_text};
+use mamba2_tunedb::{
+    Committed, DEFAULT_WAIT, Evidence, Ladder, Mode, Record, Shipped, Tier, write_text,
+};
 
 fn shipped(records: Vec<Record>) -> Shipped {
     Shipped::from_texts([("sm90-132sm.json".into(), write_text(records).unwrap())])
@@ -14,10 +17,16 @@ fn shipped(records: Vec<Record>) -> Shipped {
 #[test]
 fn a_commit_is_seen_by_the_next_process_as_local() {
     let (_dir, cache, db) = database();
-    assert_eq!(db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT).unwrap(), Committed::Store);
+    assert_eq!(
+        db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT).unwrap(),
+        Committed::Store
+    );
     let ladder = Ladder::builder().cache(&cache).build();
     let answer = ladder.look_up(&problem(4, 4096), &device()).unwrap();
-    assert_eq!((answer.tier, answer.distance, block_h(&answer.config)), (Tier::Local, 0.0, 8));
+    assert_eq!(
+        (answer.tier, answer.distance, block_h(&answer.config)),
+        (Tier::Local, 0.0, 8)
+    );
     assert_eq!(answer.record.unwrap().evidence.median_us, 100.0);
     assert!(answer.warnings.is_empty() && !answer.stale);
     assert!(ladder.snapshot_digest().is_some());
@@ -28,12 +37,25 @@ fn tiers_speak_in_the_order_of_the_design() {
     let (_dir, cache, db) = database();
     db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
     let build = |with_cache: bool, mode: Mode| {
-        let builder = Ladder::builder().shipped(shipped(vec![record(4, 4096, 2), record(1, 512, 2)])).mode(mode);
-        if with_cache { builder.cache(&cache).build() } else { builder.build() }
+        let builder = Ladder::builder()
+            .shipped(shipped(vec![record(4, 4096, 2), record(1, 512, 2)]))
+            .mode(mode);
+        if with_cache {
+            builder.cache(&cache).build()
+        } else {
+            builder.build()
+        }
     };
     let of = |ladder: &Ladder, b, l| {
         let answer = ladder.look_up(&problem(b, l), &device()).unwrap();
-        (answer.tier, if answer.tier == Tier::Default { 0 } else { block_h(&answer.config) })
+        (
+            answer.tier,
+            if answer.tier == Tier::Default {
+                0
+            } else {
+                block_h(&answer.config)
+            },
+        )
     };
     let ladder = build(true, Mode::Replay);
     assert_eq!(of(&ladder, 4, 4096), (Tier::Local, 8));
@@ -42,9 +64,22 @@ fn tiers_speak_in_the_order_of_the_design() {
     assert_eq!(of(&ladder, 1, 700), (Tier::ShippedNearest, 2));
     assert_eq!(of(&ladder, 64, 64), (Tier::Default, 0));
     assert_eq!(of(&build(false, Mode::Replay), 4, 4096), (Tier::Shipped, 2));
-    assert_eq!(of(&build(true, Mode::DefaultOnly), 4, 4096), (Tier::Default, 0));
-    assert_eq!(of(&build(true, Mode::Pinned(config(&problem(4, 4096), 16))), 4, 4096), (Tier::Override, 16));
-    let pinned = Ladder::builder().cache(&cache).pin(&problem(4, 4096), &device(), config(&problem(4, 4096), 1)).build();
+    assert_eq!(
+        of(&build(true, Mode::DefaultOnly), 4, 4096),
+        (Tier::Default, 0)
+    );
+    assert_eq!(
+        of(
+            &build(true, Mode::Pinned(config(&problem(4, 4096), 16))),
+            4,
+            4096
+        ),
+        (Tier::Override, 16)
+    );
+    let pinned = Ladder::builder()
+        .cache(&cache)
+        .pin(&problem(4, 4096), &device(), config(&problem(4, 4096), 1))
+        .build();
     assert_eq!(of(&pinned, 4, 4096), (Tier::Override, 1));
     assert_eq!(of(&pinned, 4, 8192), (Tier::LocalNearest, 8));
 }
@@ -53,7 +88,9 @@ fn tiers_speak_in_the_order_of_the_design() {
 fn an_illegal_pin_gives_the_default_and_says_so() {
     let mut fixed = problem(4, 4096);
     fixed.chunk_size = mamba2_spec::ChunkSize::Fixed(64);
-    let ladder = Ladder::builder().mode(Mode::Pinned(config(&problem(4, 4096), 4))).build();
+    let ladder = Ladder::builder()
+        .mode(Mode::Pinned(config(&problem(4, 4096), 4)))
+        .build();
     let answer = ladder.look_up(&fixed, &device()).unwrap();
     assert_eq!(answer.tier, Tier::Default);
     assert!(answer.warnings[0].contains("S02"), "{:?}", answer.warnings);
@@ -66,34 +103,58 @@ fn a_fresh_shipped_record_wins_over_a_stale_local_one() {
     stale.evidence.built_with.template_digest = "t0".into();
     db.commit(&[stale], &[], DEFAULT_WAIT).unwrap();
     let look_up = |records| {
-        let ladder = Ladder::builder().cache(&cache).shipped(shipped(records)).templates("t1", "t1").build();
+        let ladder = Ladder::builder()
+            .cache(&cache)
+            .shipped(shipped(records))
+            .templates("t1", "t1")
+            .build();
         ladder.look_up(&problem(4, 4096), &device()).unwrap()
     };
     let answer = look_up(vec![record(4, 4096, 2)]);
     assert_eq!((answer.tier, answer.stale), (Tier::Shipped, false));
     let answer = look_up(vec![]);
-    assert_eq!((answer.tier, answer.stale, block_h(&answer.config)), (Tier::Local, true, 8));
+    assert_eq!(
+        (answer.tier, answer.stale, block_h(&answer.config)),
+        (Tier::Local, true, 8)
+    );
 }
 
 #[test]
 fn what_a_process_learned_answers_without_any_directory() {
     let ladder = Ladder::builder().build();
-    assert_eq!(ladder.look_up(&problem(2, 333), &device()).unwrap().tier, Tier::Default);
+    assert_eq!(
+        ladder.look_up(&problem(2, 333), &device()).unwrap().tier,
+        Tier::Default
+    );
     ladder.learn(record(2, 333, 16));
-    assert_eq!(ladder.look_up(&problem(2, 333), &device()).unwrap().tier, Tier::Local);
+    assert_eq!(
+        ladder.look_up(&problem(2, 333), &device()).unwrap().tier,
+        Tier::Local
+    );
 }
 
 #[test]
 fn steps_have_their_own_records() {
     let (_dir, cache, db) = database();
     let step = StepProblem::new(64, 80, 64, 1, 128);
-    let tuned = StateUpdate { block_head: 32, row_threads: 16, warps: 4 };
+    let tuned = StateUpdate {
+        block_head: 32,
+        row_threads: 16,
+        warps: 4,
+    };
     mamba2_spec::rules::check_step_config(&tuned, &step, &device()).unwrap();
-    db.commit(&[Record::step(&step, &device(), &tuned, Evidence::default())], &[], DEFAULT_WAIT).unwrap();
+    db.commit(
+        &[Record::step(&step, &device(), &tuned, Evidence::default())],
+        &[],
+        DEFAULT_WAIT,
+    )
+    .unwrap();
     let ladder = Ladder::builder().cache(&cache).build();
     let answer = ladder.look_up_step(&step, &device()).unwrap();
     assert_eq!((answer.tier, answer.config), (Tier::Local, tuned));
-    let near = ladder.look_up_step(&StepProblem::new(100, 80, 64, 1, 128), &device()).unwrap();
+    let near = ladder
+        .look_up_step(&StepProblem::new(100, 80, 64, 1, 128), &device())
+        .unwrap();
     assert_eq!(near.tier, Tier::LocalNearest);
     assert!((near.distance - (100f64 / 64.0).log2()).abs() < 1e-12);
 }

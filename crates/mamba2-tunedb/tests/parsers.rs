@@ -1,4 +1,5 @@
 //! Every parser of untrusted bytes, on mutated good inputs: it may refuse, it must not panic, hang or invent records.
+#![allow(clippy::unwrap_used)] // clippy does not see that helpers of tests are tests
 
 mod common;
 
@@ -6,7 +7,9 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use common::record;
-use mamba2_tunedb::{Bundle, Record, Snapshot, TextRecords, TuneKey, cubin_arch, validate, write_text};
+use mamba2_tunedb::{
+    Bundle, Record, Snapshot, TextRecords, TuneKey, cubin_arch, validate, write_text,
+};
 use proptest::prelude::*;
 
 /// Damage to a byte string.
@@ -23,7 +26,8 @@ fn mutation() -> impl Strategy<Value = Mutation> {
     prop_oneof![
         (any::<usize>(), 1u8..).prop_map(|(at, bits)| Mutation::Flip(at, bits)),
         any::<usize>().prop_map(Mutation::Cut),
-        (any::<usize>(), prop::collection::vec(any::<u8>(), 1..16)).prop_map(|(at, bytes)| Mutation::Insert(at, bytes)),
+        (any::<usize>(), prop::collection::vec(any::<u8>(), 1..16))
+            .prop_map(|(at, bytes)| Mutation::Insert(at, bytes)),
         (any::<usize>(), 1usize..64).prop_map(|(at, n)| Mutation::Remove(at, n)),
         (any::<usize>(), 1usize..64).prop_map(|(at, n)| Mutation::Repeat(at, n)),
     ]
@@ -37,8 +41,12 @@ fn mutate(seed: &[u8], mutations: &[Mutation]) -> Vec<u8> {
         match mutation {
             Mutation::Flip(at, bits) if len > 0 => bytes[place(*at, len)] ^= bits,
             Mutation::Cut(at) => bytes.truncate(place(*at, len)),
-            Mutation::Insert(at, new) => drop(bytes.splice(place(*at, len)..place(*at, len), new.iter().copied())),
-            Mutation::Remove(at, n) => drop(bytes.drain(place(*at, len)..(place(*at, len) + n).min(len))),
+            Mutation::Insert(at, new) => {
+                drop(bytes.splice(place(*at, len)..place(*at, len), new.iter().copied()))
+            }
+            Mutation::Remove(at, n) => {
+                drop(bytes.drain(place(*at, len)..(place(*at, len) + n).min(len)))
+            }
             Mutation::Repeat(at, n) => {
                 let piece = bytes[place(*at, len)..(place(*at, len) + n).min(len)].to_vec();
                 bytes.extend(piece);
@@ -85,7 +93,10 @@ fn use_record(record: &Record) {
     let _ = record.to_json();
     let _ = validate::check_record(record);
     let _ = (record.strategy(), record.step_config());
-    assert_eq!(record.key.to_string().parse::<TuneKey>().unwrap(), record.key);
+    assert_eq!(
+        record.key.to_string().parse::<TuneKey>().unwrap(),
+        record.key
+    );
 }
 
 proptest! {
@@ -158,7 +169,11 @@ proptest! {
 #[test]
 fn damaged_files_are_read_without_a_panic() {
     let dir = tempfile::tempdir().unwrap();
-    let seeds = [snapshot_bytes(), bundle_bytes(), write_text(records()).unwrap().into_bytes()];
+    let seeds = [
+        snapshot_bytes(),
+        bundle_bytes(),
+        write_text(records()).unwrap().into_bytes(),
+    ];
     let path = dir.path().join("seed");
     let mut faults = Vec::new();
     for seed in seeds {
@@ -171,5 +186,9 @@ fn damaged_files_are_read_without_a_panic() {
             }
         }
     }
-    assert!(faults.len() <= 100, "faults told should be bounded, got {}", faults.len());
+    assert!(
+        faults.len() <= 100,
+        "faults told should be bounded, got {}",
+        faults.len()
+    );
 }

@@ -42,13 +42,22 @@ pub fn evidence(median_us: f64, date_unix_s: u64) -> Evidence {
 }
 
 pub fn provenance(template: &str) -> Provenance {
-    Provenance { driver: "13.0".into(), nvrtc: "13.0".into(), template_digest: template.into() }
+    Provenance {
+        driver: "13.0".into(),
+        nvrtc: "13.0".into(),
+        template_digest: template.into(),
+    }
 }
 
 /// A record for `problem(batch, seqlen)`.
 pub fn record(batch: usize, seqlen: usize, block_h: u32) -> Record {
     let problem = problem(batch, seqlen);
-    Record::forward(&problem, &device(), &config(&problem, block_h), evidence(100.0, 1_700_000_000))
+    Record::forward(
+        &problem,
+        &device(),
+        &config(&problem, block_h),
+        evidence(100.0, 1_700_000_000),
+    )
 }
 
 /// A local database in a fresh directory.
@@ -61,5 +70,7 @@ pub fn database() -> (tempfile::TempDir, CacheDir, LocalDb) {
 
 /// How `config(.., block_h)` of an answer reads back; 0 for another strategy, as the default may be.
 pub fn block_h(config: &StrategyConfig) -> u64 {
-    serde_json::to_value(config).unwrap()["chunk_cumsum"]["block_h"].as_u64().unwrap_or(0)
+    serde_json::to_value(config).unwrap()["chunk_cumsum"]["block_h"]
+        .as_u64()
+        .unwrap_or(0)
 }

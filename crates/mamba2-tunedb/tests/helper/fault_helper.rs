@@ -7,11 +7,15 @@ use std::io::Write;
 use std::time::Duration;
 
 use mamba2_spec::{Arch, DeviceFacts, Problem, StrategyConfig, ThreeKernelConfig};
-use mamba2_tunedb::{CacheDir, Evidence, Ladder, LocalDb, Outcome, Provenance, Record, Tier, Timing, TuneKey};
+use mamba2_tunedb::{
+    CacheDir, Evidence, Ladder, LocalDb, Outcome, Provenance, Record, Tier, Timing, TuneKey,
+};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().collect();
-    let [_, command, dir, rest @ ..] = arguments.as_slice() else { return Err("expected a command and a directory".into()) };
+    let [_, command, dir, rest @ ..] = arguments.as_slice() else {
+        return Err("expected a command and a directory".into());
+    };
     let cache = CacheDir::fixed(dir);
     let first: usize = rest.first().ok_or("expected a first number")?.parse()?;
     match command.as_str() {
@@ -20,9 +24,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let count: usize = rest.get(1).ok_or("expected a count")?.parse()?;
             for i in first..first + count {
                 commit(&cache, i)?;
-                let answer = Ladder::builder().cache(&cache).build().look_up(&problem(i), &device())?;
+                let answer = Ladder::builder()
+                    .cache(&cache)
+                    .build()
+                    .look_up(&problem(i), &device())?;
                 if answer.tier != Tier::Local {
-                    return Err(format!("record {i} was committed and not found: {answer:?}").into());
+                    return Err(
+                        format!("record {i} was committed and not found: {answer:?}").into(),
+                    );
                 }
             }
             Ok(())
@@ -41,10 +50,24 @@ fn problem(i: usize) -> Problem {
 
 fn commit(cache: &CacheDir, i: usize) -> Result<(), Box<dyn std::error::Error>> {
     let config = StrategyConfig::ThreeKernel(ThreeKernelConfig::default());
-    let evidence = Evidence { median_us: i as f64, date_unix_s: 1_700_000_000, ..Evidence::default() };
+    let evidence = Evidence {
+        median_us: i as f64,
+        date_unix_s: 1_700_000_000,
+        ..Evidence::default()
+    };
     let record = Record::forward(&problem(i), &device(), &config, evidence);
-    let outcome = Outcome::Measured { median_us: i as f64, spread_us: 0.0, samples: 1, max_error: 0.0 };
-    let timing = Timing::new(TuneKey::forward(&problem(i), &device()), &config, outcome, Provenance::default());
+    let outcome = Outcome::Measured {
+        median_us: i as f64,
+        spread_us: 0.0,
+        samples: 1,
+        max_error: 0.0,
+    };
+    let timing = Timing::new(
+        TuneKey::forward(&problem(i), &device()),
+        &config,
+        outcome,
+        Provenance::default(),
+    );
     LocalDb::in_cache(cache)?.commit(&[record], &[timing], Duration::from_secs(20))?;
     println!("{i}");
     Ok(std::io::stdout().flush()?)
