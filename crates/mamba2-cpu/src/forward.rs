@@ -20,7 +20,8 @@ const MAX_BLOCK: usize = 8;
 /// and the state carried between chunks float64), for every input dtype; [`mamba2_spec::Precision`] and
 /// [`Problem::alignment`] make no difference here. Memory beside the tensors: a few times
 /// `chunk_size * headdim * heads of a task` floats for each thread, whatever the length. The same call gives the same bits
-/// with any number of threads. Tokens past the last packed offset are neither read nor written.
+/// with any number of threads. A NaN or infinity in x or dt may also reach the outputs of up to 63 tokens before it (they
+/// share a matrix product, where it meets a zero). Tokens past the last packed offset are neither read nor written.
 ///
 /// # Errors
 /// [`CpuError::Spec`] if a tensor, an option or an offset does not fit the problem; [`CpuError::Overlap`] if an output's

@@ -167,12 +167,8 @@ impl<'a> Worker<'a> {
                     &self.b[t * p.dstate..][..p.dstate],
                     &self.c[t * p.dstate..][..p.dstate],
                 );
-                let mut y = 0f64;
-                for ((h, b), c) in self.wide.iter_mut().zip(b).zip(c) {
-                    *h = *h * decay + dx * f64::from(*b);
-                    y += *h * f64::from(*c);
-                }
-                self.y[t * p.headdim + i] = y as f32;
+                self.wide.iter_mut().zip(b).for_each(|(h, b)| *h = *h * decay + dx * f64::from(*b));
+                self.y[t * p.headdim + i] = math::dot(&self.wide, c) as f32;
             }
             self.narrow
                 .iter_mut()
