@@ -155,7 +155,11 @@ impl Reader<'_> {
     }
 
     /// Address, 0 if absent.
-    pub fn optional(&self, name: &'static str, tensor: Option<&DeviceTensor>) -> Result<u64, CudaError> {
+    pub fn optional(
+        &self,
+        name: &'static str,
+        tensor: Option<&DeviceTensor>,
+    ) -> Result<u64, CudaError> {
         tensor.map_or(Ok(0), |t| self.address(name, t))
     }
 }
@@ -176,7 +180,9 @@ pub(crate) fn outer_strides(tensor: Option<&DeviceTensor>) -> [i64; 3] {
 
 /// Stride of the first axis, zero if absent.
 pub(crate) fn first_stride(tensor: Option<&DeviceTensor>) -> i64 {
-    tensor.and_then(|t| t.meta().strides().first()).map_or(0, |s| *s as i64)
+    tensor
+        .and_then(|t| t.meta().strides().first())
+        .map_or(0, |s| *s as i64)
 }
 
 #[cfg(test)]
@@ -185,11 +191,25 @@ mod tests {
 
     /// `(name, offset)` of every field of a struct of args.cuh, laid out by C's rules for these types.
     fn fields_of_header(name: &str) -> Vec<(String, usize)> {
-        let (_, text) = mamba2_kernels::HEADERS.iter().find(|h| h.0 == "common/args.cuh").expect("header");
-        let body = text.split(&format!("struct {name} {{")).nth(1).expect("struct").split("};").next().expect("end");
+        let (_, text) = mamba2_kernels::HEADERS
+            .iter()
+            .find(|h| h.0 == "common/args.cuh")
+            .expect("header");
+        let body = text
+            .split(&format!("struct {name} {{"))
+            .nth(1)
+            .expect("struct")
+            .split("};")
+            .next()
+            .expect("end");
         let mut at = 0usize;
         let mut fields = Vec::new();
-        for line in body.lines().filter_map(|l| l.split("//").next()).map(str::trim).filter(|l| !l.is_empty()) {
+        for line in body
+            .lines()
+            .filter_map(|l| l.split("//").next())
+            .map(str::trim)
+            .filter(|l| !l.is_empty())
+        {
             let declaration = line.strip_suffix(';').expect("one field a line");
             let (ty, field) = declaration.rsplit_once(' ').expect("type and name");
             let (field, count) = match field.split_once('[') {
@@ -212,10 +232,13 @@ mod tests {
 
     #[test]
     fn argument_structs_have_the_fields_of_the_header_at_the_same_offsets() {
-        for (name, fields) in
-            [("Strides", Strides::FIELDS), ("ForwardArgs", ForwardArgs::FIELDS), ("StepArgs", StepArgs::FIELDS)]
-        {
-            let ours: Vec<(String, usize)> = fields.iter().map(|(n, o)| (n.to_string(), *o)).collect();
+        for (name, fields) in [
+            ("Strides", Strides::FIELDS),
+            ("ForwardArgs", ForwardArgs::FIELDS),
+            ("StepArgs", StepArgs::FIELDS),
+        ] {
+            let ours: Vec<(String, usize)> =
+                fields.iter().map(|(n, o)| (n.to_string(), *o)).collect();
             assert_eq!(ours, fields_of_header(name), "{name}");
         }
     }
@@ -229,8 +252,22 @@ mod tests {
         let config = mamba2_spec::StrategyConfig::ThreeKernel(config);
         let planned = |problem: &Problem| mamba2_spec::launch::plan(&config, problem, &device);
         let error = ForwardArgs::of(&problem, &planned(&problem)).expect_err("too many chunks");
-        assert!(matches!(error, CudaError::TooLarge { name: "chunks of all sequences", .. }), "{error}");
+        assert!(
+            matches!(
+                error,
+                CudaError::TooLarge {
+                    name: "chunks of all sequences",
+                    ..
+                }
+            ),
+            "{error}"
+        );
         problem.batch = 1;
-        assert_eq!(ForwardArgs::of(&problem, &planned(&problem)).expect("fits").chunks_per_row, 1 << 14);
+        assert_eq!(
+            ForwardArgs::of(&problem, &planned(&problem))
+                .expect("fits")
+                .chunks_per_row,
+            1 << 14
+        );
     }
 }

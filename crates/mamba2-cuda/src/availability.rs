@@ -37,9 +37,16 @@ pub struct NvrtcInfo {
 /// Looks for driver, devices and compiler. Never panics; makes no context and changes nothing on a GPU.
 pub fn availability() -> Availability {
     let driver = Driver::get().and_then(|driver| {
-        Ok(DriverInfo { path: driver_path(), version: driver.version, devices: Device::list()? })
+        Ok(DriverInfo {
+            path: driver_path(),
+            version: driver.version,
+            devices: Device::list()?,
+        })
     });
-    let nvrtc = Nvrtc::load()
-        .map(|n| NvrtcInfo { path: n.path().into(), version: n.version(), archs: n.supported_archs() });
+    let nvrtc = Nvrtc::load().map(|n| NvrtcInfo {
+        path: n.path().into(),
+        version: n.version(),
+        archs: n.supported_archs(),
+    });
     Availability { driver, nvrtc }
 }

@@ -62,7 +62,8 @@ impl Cubin {
             cubin_bytes: self.compiled.cubin.len(),
             cubin_sha256: hex(&Sha256::digest(&self.compiled.cubin)),
         };
-        let header = serde_json::to_vec(&header).expect("a header of strings and numbers should serialise");
+        let header =
+            serde_json::to_vec(&header).expect("a header of strings and numbers should serialise");
         [MAGIC, &header, b"\n", &self.compiled.cubin].concat()
     }
 
@@ -71,19 +72,37 @@ impl Cubin {
     /// # Errors
     /// What is wrong with it, in words.
     pub fn from_bytes(bytes: &[u8]) -> Result<Cubin, String> {
-        let rest = bytes.strip_prefix(MAGIC).ok_or("not a cubin file of this version")?;
-        let end = rest.iter().take(MAX_HEADER_BYTES).position(|b| *b == b'\n').ok_or("no end of the header")?;
-        let header: Header = serde_json::from_slice(&rest[..end]).map_err(|e| format!("header: {e}"))?;
+        let rest = bytes
+            .strip_prefix(MAGIC)
+            .ok_or("not a cubin file of this version")?;
+        let end = rest
+            .iter()
+            .take(MAX_HEADER_BYTES)
+            .position(|b| *b == b'\n')
+            .ok_or("no end of the header")?;
+        let header: Header =
+            serde_json::from_slice(&rest[..end]).map_err(|e| format!("header: {e}"))?;
         let cubin = &rest[end + 1..];
         if cubin.len() != header.cubin_bytes {
-            return Err(format!("expected {} bytes of code, got {}", header.cubin_bytes, cubin.len()));
+            return Err(format!(
+                "expected {} bytes of code, got {}",
+                header.cubin_bytes,
+                cubin.len()
+            ));
         }
         if hex(&Sha256::digest(cubin)) != header.cubin_sha256 {
             return Err("the code does not have its digest".into());
         }
-        let compiled =
-            Compiled { cubin: cubin.to_vec(), log: header.log, resources: header.resources, target: header.target };
-        Ok(Cubin { key: header.key, compiled })
+        let compiled = Compiled {
+            cubin: cubin.to_vec(),
+            log: header.log,
+            resources: header.resources,
+            target: header.target,
+        };
+        Ok(Cubin {
+            key: header.key,
+            compiled,
+        })
     }
 }
 
@@ -126,12 +145,20 @@ pub struct CubinCache {
 impl CubinCache {
     /// A cache in `directory`, which is made at the first publication. Nothing is touched before it is needed.
     pub fn new(directory: impl Into<PathBuf>) -> CubinCache {
-        CubinCache { directory: Some(directory.into()), limit_bytes: DEFAULT_CACHE_BYTES, shared: Arc::default() }
+        CubinCache {
+            directory: Some(directory.into()),
+            limit_bytes: DEFAULT_CACHE_BYTES,
+            shared: Arc::default(),
+        }
     }
 
     /// No cache: every look-up is a miss, every publication is forgotten.
     pub fn disabled() -> CubinCache {
-        CubinCache { directory: None, limit_bytes: 0, shared: Arc::default() }
+        CubinCache {
+            directory: None,
+            limit_bytes: 0,
+            shared: Arc::default(),
+        }
     }
 
     /// The same cache, kept below `limit_bytes`.
@@ -148,7 +175,9 @@ impl CubinCache {
     /// True if there is no cubin in it.
     pub fn is_empty(&self) -> bool {
         let is_cubin = |e: &fs::DirEntry| e.path().extension().is_some_and(|e| e == "cubin");
-        self.directory.as_deref().is_none_or(|d| !entries(d).iter().any(is_cubin))
+        self.directory
+            .as_deref()
+            .is_none_or(|d| !entries(d).iter().any(is_cubin))
     }
 
     /// The cubin of `identity`, if a sound one is there. Never fails: what cannot be used is a miss.
@@ -158,14 +187,20 @@ impl CubinCache {
         let path = match wanted {
             Wanted::Exactly(version) => directory.join(file_name(&prefix, version)),
             Wanted::Newest => {
-                let names = entries(directory).into_iter().filter_map(|e| e.file_name().into_string().ok());
-                let newest = names.filter_map(|n| Some((version_in(n.strip_prefix(&prefix)?)?, n))).max()?;
+                let names = entries(directory)
+                    .into_iter()
+                    .filter_map(|e| e.file_name().into_string().ok());
+                let newest = names
+                    .filter_map(|n| Some((version_in(n.strip_prefix(&prefix)?)?, n)))
+                    .max()?;
                 directory.join(newest.1)
             }
         };
         let bytes = read_bounded(&path)?;
         match Cubin::from_bytes(&bytes) {
-            Ok(cubin) if cubin.key.identity == *identity && wanted_allows(wanted, cubin.key.nvrtc) => {
+            Ok(cubin)
+                if cubin.key.identity == *identity && wanted_allows(wanted, cubin.key.nvrtc) =>
+            {
                 renew(&path);
                 Some(cubin)
             }
@@ -182,10 +217,21 @@ impl CubinCache {
     /// Publishes a cubin by writing beside and renaming. If the directory cannot be written the process goes on without and
     /// says so once.
     pub fn put(&self, cubin: &Cubin) {
-        let Some(directory) = self.directory.as_deref() else { return };
-        match publish(directory, &file_name(&file_prefix(&cubin.key.identity), cubin.key.nvrtc), &cubin.to_bytes()) {
+        let Some(directory) = self.directory.as_deref() else {
+            return;
+        };
+        match publish(
+            directory,
+            &file_name(&file_prefix(&cubin.key.identity), cubin.key.nvrtc),
+            &cubin.to_bytes(),
+        ) {
             Ok(()) => {
-                if self.shared.published.fetch_add(1, Ordering::Relaxed).is_multiple_of(PRUNE_EVERY) {
+                if self
+                    .shared
+                    .published
+                    .fetch_add(1, Ordering::Relaxed)
+                    .is_multiple_of(PRUNE_EVERY)
+                {
                     // A directory that cannot be listed was just written to; the next publication tries again.
                     let _ = self.prune(self.limit_bytes);
                 }
@@ -205,11 +251,19 @@ impl CubinCache {
 
     /// Every sound cubin, sorted by file name; what is damaged is left out. For bundles.
     pub fn export(&self) -> Vec<Cubin> {
-        let Some(directory) = self.directory.as_deref() else { return Vec::new() };
-        let mut paths: Vec<PathBuf> =
-            entries(directory).into_iter().map(|e| e.path()).filter(|p| p.extension().is_some_and(|e| e == "cubin")).collect();
+        let Some(directory) = self.directory.as_deref() else {
+            return Vec::new();
+        };
+        let mut paths: Vec<PathBuf> = entries(directory)
+            .into_iter()
+            .map(|e| e.path())
+            .filter(|p| p.extension().is_some_and(|e| e == "cubin"))
+            .collect();
         paths.sort();
-        paths.iter().filter_map(|path| Cubin::from_bytes(&read_bounded(path)?).ok()).collect()
+        paths
+            .iter()
+            .filter_map(|path| Cubin::from_bytes(&read_bounded(path)?).ok())
+            .collect()
     }
 
     /// Removes the files longest unused until at most `limit_bytes` are left, and what dead writers left behind.
@@ -217,23 +271,34 @@ impl CubinCache {
     /// # Errors
     /// [`CudaError::Cache`] if the directory is there but cannot be listed.
     pub fn prune(&self, limit_bytes: u64) -> Result<Pruned, CudaError> {
-        let Some(directory) = self.directory.as_deref() else { return Ok(Pruned::default()) };
+        let Some(directory) = self.directory.as_deref() else {
+            return Ok(Pruned::default());
+        };
         match fs::read_dir(directory) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Pruned::default()),
-            Err(e) => return Err(CudaError::Cache { path: directory.into(), reason: e.to_string() }),
+            Err(e) => {
+                return Err(CudaError::Cache {
+                    path: directory.into(),
+                    reason: e.to_string(),
+                });
+            }
             Ok(_) => {}
         }
         let now = SystemTime::now();
         let mut files = Vec::new();
         let mut pruned = Pruned::default();
         for entry in entries(directory) {
-            let (path, Ok(meta)) = (entry.path(), entry.metadata()) else { continue };
+            let (path, Ok(meta)) = (entry.path(), entry.metadata()) else {
+                continue;
+            };
             let date = meta.modified().unwrap_or(SystemTime::UNIX_EPOCH);
             if path.extension().is_some_and(|e| e == "cubin") {
                 pruned.files_before += 1;
                 pruned.bytes_before += meta.len();
                 files.push((date, path, meta.len()));
-            } else if is_temporary(&path) && now.duration_since(date).is_ok_and(|age| age > ABANDONED) {
+            } else if is_temporary(&path)
+                && now.duration_since(date).is_ok_and(|age| age > ABANDONED)
+            {
                 let _ = fs::remove_file(path);
             }
         }
@@ -262,7 +327,12 @@ fn wanted_allows(wanted: Wanted, version: NvrtcVersion) -> bool {
 
 fn file_prefix(identity: &KernelIdentity) -> String {
     // The kernel's name is for people; a key from a foreign file must not become a path.
-    let kernel: String = identity.kernel.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '_').take(64).collect();
+    let kernel: String = identity
+        .kernel
+        .chars()
+        .filter(|c| c.is_ascii_alphanumeric() || *c == '_')
+        .take(64)
+        .collect();
     format!("{kernel}-{}-", &identity.digest()[..32])
 }
 
@@ -272,15 +342,21 @@ fn file_name(prefix: &str, version: NvrtcVersion) -> String {
 
 fn version_in(rest: &str) -> Option<NvrtcVersion> {
     let (major, minor) = rest.strip_suffix(".cubin")?.split_once('.')?;
-    Some(NvrtcVersion { major: major.parse().ok()?, minor: minor.parse().ok()? })
+    Some(NvrtcVersion {
+        major: major.parse().ok()?,
+        minor: minor.parse().ok()?,
+    })
 }
 
 fn is_temporary(path: &Path) -> bool {
-    path.file_name().is_some_and(|n| n.to_string_lossy().starts_with(".tmp"))
+    path.file_name()
+        .is_some_and(|n| n.to_string_lossy().starts_with(".tmp"))
 }
 
 fn entries(directory: &Path) -> Vec<fs::DirEntry> {
-    fs::read_dir(directory).map(|d| d.filter_map(Result::ok).collect()).unwrap_or_default()
+    fs::read_dir(directory)
+        .map(|d| d.filter_map(Result::ok).collect())
+        .unwrap_or_default()
 }
 
 fn read_bounded(path: &Path) -> Option<Vec<u8>> {
@@ -292,17 +368,25 @@ fn read_bounded(path: &Path) -> Option<Vec<u8>> {
 }
 
 fn renew(path: &Path) {
-    let age = fs::metadata(path).and_then(|m| m.modified()).ok().and_then(|d| SystemTime::now().duration_since(d).ok());
+    let age = fs::metadata(path)
+        .and_then(|m| m.modified())
+        .ok()
+        .and_then(|d| SystemTime::now().duration_since(d).ok());
     if age.is_some_and(|age| age > RENEW_AFTER) {
         // Only the order of pruning depends on it; read-only media keep their dates.
-        let _ = File::options().write(true).open(path).and_then(|f| f.set_modified(SystemTime::now()));
+        let _ = File::options()
+            .write(true)
+            .open(path)
+            .and_then(|f| f.set_modified(SystemTime::now()));
     }
 }
 
 /// Writes `bytes` to `directory/name` so that a reader sees all of it or nothing.
 pub(crate) fn publish(directory: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     fs::create_dir_all(directory)?;
-    let mut file = tempfile::Builder::new().prefix(".tmp").tempfile_in(directory)?;
+    let mut file = tempfile::Builder::new()
+        .prefix(".tmp")
+        .tempfile_in(directory)?;
     file.write_all(bytes)?;
     // No fsync: after a crash a file cut short fails its digest and is compiled again.
     file.persist(directory.join(name)).map_err(|e| e.error)?;

@@ -54,7 +54,11 @@ impl Drop for DeviceShared {
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let i = self.info();
-        write!(f, "Device({} {}, {}, {})", i.ordinal, i.facts.name, i.uuid, i.pci_bus_id)
+        write!(
+            f,
+            "Device({} {}, {}, {})",
+            i.ordinal, i.facts.name, i.uuid, i.pci_bus_id
+        )
     }
 }
 
@@ -89,7 +93,9 @@ impl Device {
     /// [`CudaError::NoDriver`] and its kin.
     pub fn list() -> Result<Vec<DeviceInfo>, CudaError> {
         let _ = Driver::get()?;
-        (0..count()?).map(|ordinal| describe(ordinal).map(|(_, info)| info)).collect()
+        (0..count()?)
+            .map(|ordinal| describe(ordinal).map(|(_, info)| info))
+            .collect()
     }
 
     /// Opens device `ordinal` of the visible ones and retains its primary context. No setting of the GPU is changed.
@@ -106,8 +112,18 @@ impl Device {
         info.facts.arch.require_supported()?;
         let mut context: CUcontext = std::ptr::null_mut();
         // SAFETY: the device was just looked up, the pointer is to a live handle.
-        check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) })?;
-        Ok(Device { shared: Arc::new(DeviceShared { info, driver, device, context, modules: Mutex::default() }) })
+        check("cuDevicePrimaryCtxRetain", unsafe {
+            sys::cuDevicePrimaryCtxRetain(&mut context, device)
+        })?;
+        Ok(Device {
+            shared: Arc::new(DeviceShared {
+                info,
+                driver,
+                device,
+                context,
+                modules: Mutex::default(),
+            }),
+        })
     }
 
     /// Ordinal, facts, UUID and PCI id.
@@ -133,7 +149,9 @@ impl Device {
         let _bound = self.bind()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: both pointers are to live integers.
-        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
+        check("cuMemGetInfo", unsafe {
+            sys::cuMemGetInfo_v2(&mut free, &mut total)
+        })?;
         Ok((free, total))
     }
 
@@ -147,7 +165,12 @@ impl Device {
         digest: &str,
         load: impl FnOnce() -> Result<Module, CudaError>,
     ) -> Result<Arc<Module>, CudaError> {
-        let lock = || self.shared.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || {
+            self.shared
+                .modules
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+        };
         if let Some(module) = lock().get(digest).and_then(Weak::upgrade) {
             return Ok(module);
         }
@@ -162,38 +185,55 @@ impl Device {
 impl DeviceShared {
     pub(crate) fn bind(&self) -> Result<Bound<'_>, CudaError> {
         // SAFETY: the context is retained as long as self lives, which the guard borrows.
-        check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(self.context) })?;
-        Ok(Bound { _device: self, _not_send: std::marker::PhantomData })
+        check("cuCtxPushCurrent", unsafe {
+            sys::cuCtxPushCurrent_v2(self.context)
+        })?;
+        Ok(Bound {
+            _device: self,
+            _not_send: std::marker::PhantomData,
+        })
     }
 }
 
 fn count() -> Result<usize, CudaError> {
     let mut count: c_int = 0;
     // SAFETY: the pointer is to a live integer.
-    check("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&mut count) })?;
+    check("cuDeviceGetCount", unsafe {
+        sys::cuDeviceGetCount(&mut count)
+    })?;
     Ok(count.max(0) as usize)
 }
 
 fn describe(ordinal: usize) -> Result<(CUdevice, DeviceInfo), CudaError> {
     let mut device: CUdevice = 0;
     // SAFETY: the pointer is to a live handle; a wrong ordinal is an error of the driver.
-    check("cuDeviceGet", unsafe { sys::cuDeviceGet(&mut device, ordinal as c_int) })?;
+    check("cuDeviceGet", unsafe {
+        sys::cuDeviceGet(&mut device, ordinal as c_int)
+    })?;
     let attribute = |which: CUdevice_attribute| {
         let mut value: c_int = 0;
         // SAFETY: the pointer is to a live integer, the device exists.
-        check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) })?;
+        check("cuDeviceGetAttribute", unsafe {
+            sys::cuDeviceGetAttribute(&mut value, which, device)
+        })?;
         Ok::<u32, CudaError>(value.max(0) as u32)
     };
     let mut text = [0 as std::ffi::c_char; 256];
     // SAFETY: the driver writes at most the given number of bytes, NUL included.
-    check("cuDeviceGetName", unsafe { sys::cuDeviceGetName(text.as_mut_ptr(), text.len() as c_int, device) })?;
+    check("cuDeviceGetName", unsafe {
+        sys::cuDeviceGetName(text.as_mut_ptr(), text.len() as c_int, device)
+    })?;
     let name = c_text(&text);
     // SAFETY: as above.
-    check("cuDeviceGetPCIBusId", unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as c_int, device) })?;
+    check("cuDeviceGetPCIBusId", unsafe {
+        sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as c_int, device)
+    })?;
     let pci_bus_id = c_text(&text);
     let mut uuid = sys::CUuuid { bytes: [0; 16] };
     // SAFETY: the pointer is to a live struct of the type the function writes.
-    check("cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, device) })?;
+    check("cuDeviceGetUuid", unsafe {
+        sys::cuDeviceGetUuid_v2(&mut uuid, device)
+    })?;
     use CUdevice_attribute::*;
     let facts = DeviceFacts {
         arch: Arch::from_compute_capability(
@@ -201,22 +241,37 @@ fn describe(ordinal: usize) -> Result<(CUdevice, DeviceInfo), CudaError> {
             attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         ),
         sm_count: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-        shared_memory_optin_bytes: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
+        shared_memory_optin_bytes: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+            as usize,
         l2_bytes: attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
         name,
     };
-    let info = DeviceInfo { ordinal, facts, uuid: uuid_text(uuid.bytes.map(|b| b as u8)), pci_bus_id };
+    let info = DeviceInfo {
+        ordinal,
+        facts,
+        uuid: uuid_text(uuid.bytes.map(|b| b as u8)),
+        pci_bus_id,
+    };
     Ok((device, info))
 }
 
 fn c_text(text: &[std::ffi::c_char]) -> String {
     let bytes: Vec<u8> = text.iter().map(|c| *c as u8).collect();
-    CStr::from_bytes_until_nul(&bytes).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
+    CStr::from_bytes_until_nul(&bytes)
+        .map(|s| s.to_string_lossy().into_owned())
+        .unwrap_or_default()
 }
 
 fn uuid_text(bytes: [u8; 16]) -> String {
     let hex = crate::key::hex(&bytes);
-    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+    format!(
+        "GPU-{}-{}-{}-{}-{}",
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..]
+    )
 }
 
 #[cfg(test)]

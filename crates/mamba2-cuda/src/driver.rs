@@ -2,7 +2,7 @@
 //!
 //! cudarc opens the library at the first call and panics if it is absent or lacks the function. [`Driver::get`] comes before
 //! any other call in this crate: it asks for presence first, then for every function in [`FUNCTIONS`], so nothing panics.
-//! The list holds only functions that drivers have had since CUDA 11.4, whatever CUDA version cudarc's types are of; a test
+//! The list holds only functions that drivers have had since CUDA 12.0, whatever CUDA version cudarc's types are of; a test
 //! compares it with the calls in the sources.
 
 use std::ffi::{CStr, c_int};
@@ -56,6 +56,7 @@ const FUNCTIONS: &[&str] = &[
     "cuStreamEndCapture",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
+    "cuTensorMapEncodeTiled",
 ];
 
 /// Proof that the driver library is open, complete and initialised.
@@ -70,22 +71,31 @@ impl Driver {
     pub fn get() -> Result<Driver, CudaError> {
         // SAFETY: opens libcuda by name and closes it again.
         if !unsafe { sys::is_culib_present() } {
-            return Err(CudaError::NoDriver { tried: tried_names() });
+            return Err(CudaError::NoDriver {
+                tried: tried_names(),
+            });
         }
         // SAFETY: present, as just seen, so this does not panic.
         let library = unsafe { sys::culib() };
         for symbol in FUNCTIONS {
             // SAFETY: only the presence of the symbol is looked at.
             if unsafe { library.get::<unsafe extern "C" fn()>(symbol.as_bytes()) }.is_err() {
-                return Err(CudaError::DriverTooOld { symbol, path: driver_path() });
+                return Err(CudaError::DriverTooOld {
+                    symbol,
+                    path: driver_path(),
+                });
             }
         }
         // SAFETY: the function exists, as just seen.
         check("cuInit", unsafe { sys::cuInit(0) })?;
         let mut version: c_int = 0;
         // SAFETY: the pointer is to a live integer.
-        check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) })?;
-        Ok(Driver { version: (version as u32 / 1000, version as u32 % 1000 / 10) })
+        check("cuDriverGetVersion", unsafe {
+            sys::cuDriverGetVersion(&mut version)
+        })?;
+        Ok(Driver {
+            version: (version as u32 / 1000, version as u32 % 1000 / 10),
+        })
     }
 }
 
@@ -95,7 +105,10 @@ pub(crate) fn driver_path() -> String {
 }
 
 fn tried_names() -> Vec<String> {
-    ["cuda", "nvcuda"].into_iter().flat_map(cudarc::get_lib_name_candidates).collect()
+    ["cuda", "nvcuda"]
+        .into_iter()
+        .flat_map(cudarc::get_lib_name_candidates)
+        .collect()
 }
 
 /// Turns a driver status into an error. Call only after [`Driver::get`].
@@ -105,19 +118,29 @@ pub(crate) fn check(call: &'static str, status: CUresult) -> Result<(), CudaErro
     }
     let mut text = std::ptr::null();
     // SAFETY: the pointer is to a live pointer, which the driver points at a static string or leaves null.
-    let known = unsafe { sys::cuGetErrorString(status, &mut text) } == CUresult::CUDA_SUCCESS && !text.is_null();
+    let known = unsafe { sys::cuGetErrorString(status, &mut text) } == CUresult::CUDA_SUCCESS
+        && !text.is_null();
     let text = if known {
         // SAFETY: not null, and a static NUL-terminated string by the driver's documentation.
-        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        unsafe { CStr::from_ptr(text) }
+            .to_string_lossy()
+            .into_owned()
     } else {
         "no description".into()
     };
     let hint = match status {
-        CUresult::CUDA_ERROR_STUB_LIBRARY => "; the library found first is a toolkit's stub, take its directory off the loader's path",
+        CUresult::CUDA_ERROR_STUB_LIBRARY => {
+            "; the library found first is a toolkit's stub, take its directory off the loader's path"
+        }
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => "; the device has too little free memory",
         _ => "",
     };
-    Err(CudaError::Driver { call, code: status as u32, name: format!("{status:?}"), text: format!("{text}{hint}") })
+    Err(CudaError::Driver {
+        call,
+        code: status as u32,
+        name: format!("{status:?}"),
+        text: format!("{text}{hint}"),
+    })
 }
 
 /// `cuEventElapsedTime`, which cudarc's bindings of CUDA 13 replace by a function that drivers before 12.8 lack.
@@ -126,11 +149,17 @@ pub(crate) fn elapsed_ms(start: sys::CUevent, end: sys::CUevent) -> Result<f32, 
     // SAFETY: the events exist, so the library is open.
     let library = unsafe { sys::culib() };
     // SAFETY: the signature is cuda.h's, unchanged since CUDA 2.
-    let elapsed = unsafe { library.get::<Elapsed>(b"cuEventElapsedTime") }
-        .map_err(|_| CudaError::DriverTooOld { symbol: "cuEventElapsedTime", path: driver_path() })?;
+    let elapsed = unsafe { library.get::<Elapsed>(b"cuEventElapsedTime") }.map_err(|_| {
+        CudaError::DriverTooOld {
+            symbol: "cuEventElapsedTime",
+            path: driver_path(),
+        }
+    })?;
     let mut ms = 0f32;
     // SAFETY: the pointer is to a live float; the events are live, by whoever calls.
-    check("cuEventElapsedTime", unsafe { elapsed(&mut ms, start, end) })?;
+    check("cuEventElapsedTime", unsafe {
+        elapsed(&mut ms, start, end)
+    })?;
     Ok(ms)
 }
 
@@ -141,11 +170,18 @@ mod tests {
     #[test]
     fn i2_every_driver_function_in_the_sources_is_checked_before_use() {
         let mut called = std::collections::BTreeSet::from(["cuEventElapsedTime".to_string()]);
-        for entry in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/src")).expect("sources") {
+        for entry in
+            std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/src")).expect("sources")
+        {
             let path = entry.expect("entry").path();
-            let Ok(text) = std::fs::read_to_string(&path) else { continue };
+            let Ok(text) = std::fs::read_to_string(&path) else {
+                continue;
+            };
             for part in text.split("sys::cu").skip(1) {
-                let name: String = part.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '_').collect();
+                let name: String = part
+                    .chars()
+                    .take_while(|c| c.is_ascii_alphanumeric() || *c == '_')
+                    .collect();
                 if name != "lib" && !name.is_empty() && part[name.len()..].starts_with('(') {
                     called.insert(format!("cu{name}"));
                 }
@@ -158,8 +194,10 @@ mod tests {
     #[test]
     fn i2_a_machine_without_a_driver_gets_a_typed_error_that_lists_what_was_tried() {
         match Driver::get() {
-            Ok(driver) => assert!(driver.version >= (11, 4)),
-            Err(CudaError::NoDriver { tried }) => assert!(tried.iter().any(|n| n == "libcuda.so.1"), "{tried:?}"),
+            Ok(driver) => assert!(driver.version >= (12, 0)),
+            Err(CudaError::NoDriver { tried }) => {
+                assert!(tried.iter().any(|n| n == "libcuda.so.1"), "{tried:?}")
+            }
             Err(CudaError::Driver { .. } | CudaError::DriverTooOld { .. }) => {}
             Err(other) => panic!("unexpected kind: {other}"),
         }

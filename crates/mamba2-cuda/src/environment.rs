@@ -24,14 +24,27 @@ pub(crate) struct Environment {
 
 impl Environment {
     pub fn read() -> Environment {
-        let path = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+        let path = |name: &str| {
+            std::env::var_os(name)
+                .filter(|v| !v.is_empty())
+                .map(PathBuf::from)
+        };
         Environment {
             nvrtc_path: path("MAMBA2_NVRTC_PATH"),
-            cuda_roots: ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(path).collect(),
-            python_roots: ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(path).collect(),
+            cuda_roots: ["CUDA_HOME", "CUDA_PATH"]
+                .into_iter()
+                .filter_map(path)
+                .collect(),
+            python_roots: ["VIRTUAL_ENV", "CONDA_PREFIX"]
+                .into_iter()
+                .filter_map(path)
+                .collect(),
             home: path("HOME"),
             loader_path: std::env::var_os("LD_LIBRARY_PATH"),
-            cargo_target: std::env::current_exe().ok().as_deref().and_then(target_directory),
+            cargo_target: std::env::current_exe()
+                .ok()
+                .as_deref()
+                .and_then(target_directory),
         }
     }
 
@@ -44,5 +57,10 @@ impl Environment {
 /// The Cargo target directory above `executable`, told by the tag file that Cargo puts there. Without that test an
 /// installed program would look for libraries in whatever directories are above it.
 pub(crate) fn target_directory(executable: &Path) -> Option<PathBuf> {
-    executable.ancestors().skip(1).take(4).find(|d| d.join("CACHEDIR.TAG").is_file()).map(Path::to_path_buf)
+    executable
+        .ancestors()
+        .skip(1)
+        .take(4)
+        .find(|d| d.join("CACHEDIR.TAG").is_file())
+        .map(Path::to_path_buf)
 }

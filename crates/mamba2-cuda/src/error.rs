@@ -16,8 +16,10 @@ pub enum CudaError {
         /// Library names in the order they were tried.
         tried: Vec<String>,
     },
-    /// The driver library lacks a function: older than CUDA 11.4, or a stub.
-    #[error("the CUDA driver {path} has no function {symbol}: expected a driver for CUDA 11.4 or newer")]
+    /// The driver library lacks a function: older than CUDA 12.0, or a stub.
+    #[error(
+        "the CUDA driver {path} has no function {symbol}: expected a driver for CUDA 12.0 or newer"
+    )]
     DriverTooOld {
         /// First function that is missing.
         symbol: &'static str,
@@ -37,7 +39,9 @@ pub enum CudaError {
         text: String,
     },
     /// The device asked for does not exist.
-    #[error("CUDA device {ordinal}: expected an ordinal below {count}, the number of visible devices")]
+    #[error(
+        "CUDA device {ordinal}: expected an ordinal below {count}, the number of visible devices"
+    )]
     NoDevice {
         /// What was asked for.
         ordinal: usize,
@@ -45,7 +49,10 @@ pub enum CudaError {
         count: usize,
     },
     /// No NVRTC library was found.
-    #[error("no NVRTC library; tried in order:\n{}\nset MAMBA2_NVRTC_PATH to the library or its directory, or `pip install nvidia-cuda-nvrtc`", lines(tried))]
+    #[error(
+        "no NVRTC library; tried in order:\n{}\nset MAMBA2_NVRTC_PATH to the library or its directory, or `pip install nvidia-cuda-nvrtc`",
+        lines(tried)
+    )]
     NvrtcMissing {
         /// Every library name and directory, with why it did not serve.
         tried: Vec<String>,
@@ -114,7 +121,9 @@ pub enum CudaError {
         reason: String,
     },
     /// The workspace does not serve.
-    #[error("workspace: expected at least {expected_bytes} bytes at a multiple of {align}, got {got_bytes} at {address:#x}")]
+    #[error(
+        "workspace: expected at least {expected_bytes} bytes at a multiple of {align}, got {got_bytes} at {address:#x}"
+    )]
     Workspace {
         /// [`crate::LoadedForward::plan`]'s size.
         expected_bytes: usize,
@@ -126,7 +135,9 @@ pub enum CudaError {
         address: u64,
     },
     /// A tensor with elements has no address, or one its dtype cannot be read at.
-    #[error("{tensor}: expected a device address that is a multiple of {align} and not null, got {address:#x}")]
+    #[error(
+        "{tensor}: expected a device address that is a multiple of {align} and not null, got {address:#x}"
+    )]
     Address {
         /// Name of the tensor.
         tensor: &'static str,
@@ -183,7 +194,13 @@ impl CudaError {
     /// True if the error destroyed the context: every later call on the device fails until the process ends.
     pub fn is_fatal(&self) -> bool {
         // CUDA_ERROR_ECC_UNCORRECTABLE, the 7xx launch failures and CUDA_ERROR_LAUNCH_FAILED are sticky.
-        matches!(self, CudaError::Driver { code: 214 | 700 | 702 | 710 | 714..=719, .. })
+        matches!(
+            self,
+            CudaError::Driver {
+                code: 214 | 700 | 702 | 710 | 714..=719,
+                ..
+            }
+        )
     }
 
     /// True if the device has too little free memory.
@@ -193,5 +210,9 @@ impl CudaError {
 }
 
 fn lines(items: &[String]) -> String {
-    items.iter().map(|i| format!("  {i}")).collect::<Vec<_>>().join("\n")
+    items
+        .iter()
+        .map(|i| format!("  {i}"))
+        .collect::<Vec<_>>()
+        .join("\n")
 }

@@ -52,11 +52,17 @@ pub struct KernelReport {
 
 impl LoadedKernel {
     /// Compiles or fetches `rendered`, and loads it.
-    pub fn load(device: &Device, jit: &Jit, rendered: &mamba2_kernels::Rendered) -> Result<LoadedKernel, CudaError> {
+    pub fn load(
+        device: &Device,
+        jit: &Jit,
+        rendered: &mamba2_kernels::Rendered,
+    ) -> Result<LoadedKernel, CudaError> {
         let outcome = jit.cubin(rendered, device.facts().arch)?;
         let launch = rendered.launch;
         let cubin: &Cubin = &outcome.cubin;
-        let module = device.module(&cubin.key.identity.digest(), || Module::load(device, cubin, &launch))?;
+        let module = device.module(&cubin.key.identity.digest(), || {
+            Module::load(device, cubin, &launch)
+        })?;
         let report = KernelReport {
             launch,
             resources: cubin.compiled.resources,
@@ -64,7 +70,11 @@ impl LoadedKernel {
             cubin_bytes: cubin.compiled.cubin.len(),
             origin: outcome.origin,
         };
-        Ok(LoadedKernel { module, launch, report })
+        Ok(LoadedKernel {
+            module,
+            launch,
+            report,
+        })
     }
 }
 
@@ -88,7 +98,14 @@ impl LoadedForward {
             .par_iter()
             .map(|kernel| LoadedKernel::load(device, jit, &render(kernel, problem, device.facts())))
             .collect::<Result<Vec<_>, _>>()?;
-        Ok(LoadedForward { device: device.clone(), problem: problem.clone(), config: *config, plan, kernels, fixed })
+        Ok(LoadedForward {
+            device: device.clone(),
+            problem: problem.clone(),
+            config: *config,
+            plan,
+            kernels,
+            fixed,
+        })
     }
 
     /// The problem it was made for.
@@ -151,7 +168,10 @@ impl LoadedForward {
         workspace: &DeviceBuffer,
     ) -> Result<(), CudaError> {
         if index >= self.kernels.len() {
-            return Err(CudaError::View { available: self.kernels.len(), needed: index + 1 });
+            return Err(CudaError::View {
+                available: self.kernels.len(),
+                needed: index + 1,
+            });
         }
         let args = self.args(stream, inputs, outputs, workspace)?;
         let maps = self.tensor_maps(inputs)?;
@@ -177,14 +197,34 @@ impl LoadedForward {
         Ok(())
     }
 
+    /// True if these views can be used: kernels that copy by tensor maps want every outer stride of x, B and C to be positive and below
+    /// 2^40 bytes. A call with others needs a config without such kernels.
+    pub fn accepts(&self, inputs: &ForwardInputs<DeviceTensor>) -> bool {
+        !self.uses_tensor_maps(inputs)
+            || [&inputs.x, &inputs.b, &inputs.c]
+                .into_iter()
+                .all(TensorMap::can_map)
+    }
+
+    fn uses_tensor_maps(&self, inputs: &ForwardInputs<DeviceTensor>) -> bool {
+        let used = self
+            .kernels
+            .iter()
+            .any(|k| k.launch.kernel.takes_tensor_maps() && k.launch.grid > 0);
+        // Packed sequences end inside the tensor; their kernels copy without maps.
+        used && self.problem.packed.is_none() && inputs.x.meta().elems() > 0
+    }
+
     /// The tensor maps of this call, empty if no kernel copies by them.
     fn tensor_maps(&self, inputs: &ForwardInputs<DeviceTensor>) -> Result<TensorMaps, CudaError> {
-        let used = self.kernels.iter().any(|k| k.launch.kernel.takes_tensor_maps() && k.launch.grid > 0);
-        // Packed sequences end inside the tensor; their kernels copy without maps.
-        if !used || self.problem.packed.is_some() || inputs.x.meta().elems() == 0 {
+        if !self.uses_tensor_maps(inputs) {
             return Ok(TensorMaps::default());
         }
-        Ok(TensorMaps { x: TensorMap::of(&inputs.x)?, b: TensorMap::of(&inputs.b)?, c: TensorMap::of(&inputs.c)? })
+        Ok(TensorMaps {
+            x: TensorMap::of(&inputs.x)?,
+            b: TensorMap::of(&inputs.b)?,
+            c: TensorMap::of(&inputs.c)?,
+        })
     }
 
     /// Checks a call and fills its arguments. Allocates nothing.
@@ -198,7 +238,9 @@ impl LoadedForward {
         check_forward(&self.problem, inputs, outputs)?;
         check_stream(stream, &self.device)?;
         let base = check_workspace(workspace, self.plan.workspace.total_bytes, &self.device)?;
-        let read = Reader { device: &self.device };
+        let read = Reader {
+            device: &self.device,
+        };
         let region = |r: mamba2_spec::launch::Region| base + r.offset_bytes as u64;
         let w = &self.plan.workspace;
         Ok(ForwardArgs {
@@ -234,18 +276,43 @@ impl LoadedForward {
 
 pub(crate) fn check_stream(stream: &Stream, device: &Device) -> Result<(), CudaError> {
     let (expected, got) = (device.info().ordinal, stream.device().info().ordinal);
-    if expected == got { Ok(()) } else { Err(CudaError::WrongDevice { what: "stream", expected, got }) }
+    if expected == got {
+        Ok(())
+    } else {
+        Err(CudaError::WrongDevice {
+            what: "stream",
+            expected,
+            got,
+        })
+    }
 }
 
-fn check_workspace(workspace: &DeviceBuffer, expected_bytes: usize, device: &Device) -> Result<u64, CudaError> {
+fn check_workspace(
+    workspace: &DeviceBuffer,
+    expected_bytes: usize,
+    device: &Device,
+) -> Result<u64, CudaError> {
     let (expected, got) = (device.info().ordinal, workspace.device().info().ordinal);
     if expected != got {
-        return Err(CudaError::WrongDevice { what: "workspace", expected, got });
+        return Err(CudaError::WrongDevice {
+            what: "workspace",
+            expected,
+            got,
+        });
     }
-    let (address, got_bytes, align) = (workspace.address(), workspace.bytes(), WORKSPACE_ALIGN_BYTES);
+    let (address, got_bytes, align) = (
+        workspace.address(),
+        workspace.bytes(),
+        WORKSPACE_ALIGN_BYTES,
+    );
     let null = address == 0 && expected_bytes > 0;
     if got_bytes < expected_bytes || null || !address.is_multiple_of(align as u64) {
-        return Err(CudaError::Workspace { expected_bytes, got_bytes, align, address });
+        return Err(CudaError::Workspace {
+            expected_bytes,
+            got_bytes,
+            align,
+            address,
+        });
     }
     Ok(address)
 }

@@ -8,7 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::cache::{Wanted, publish};
 use crate::environment::Environment;
-use crate::{CompileOptions, Cubin, CubinCache, CudaError, KernelIdentity, KernelKey, Nvrtc, NvrtcVersion};
+use crate::{
+    CompileOptions, Cubin, CubinCache, CudaError, KernelIdentity, KernelKey, Nvrtc, NvrtcVersion,
+};
 
 const NOTE_FILE: &str = "nvrtc.json";
 
@@ -45,7 +47,10 @@ pub enum Origin {
 
 impl std::fmt::Debug for Jit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Jit").field("cache", &self.cache).field("options", &self.options).finish_non_exhaustive()
+        f.debug_struct("Jit")
+            .field("cache", &self.cache)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
     }
 }
 
@@ -72,7 +77,12 @@ impl Jit {
 
     /// As [`Jit::new`], with other compiler options.
     pub fn with_options(cache: CubinCache, options: CompileOptions) -> Jit {
-        Jit { cache, options, shipped: None, state: Arc::default() }
+        Jit {
+            cache,
+            options,
+            shipped: None,
+            state: Arc::default(),
+        }
     }
 
     /// The same compiler, which also takes cubins from `shipped` if the cache has none.
@@ -107,21 +117,38 @@ impl Jit {
     pub fn cubin(&self, rendered: &Rendered, arch: Arch) -> Result<JitOutcome, CudaError> {
         let identity = KernelIdentity::of(rendered, arch, self.options);
         if let Some(cubin) = self.cache.get(&identity, self.wanted()) {
-            return Ok(JitOutcome { cubin, origin: Origin::Cache });
+            return Ok(JitOutcome {
+                cubin,
+                origin: Origin::Cache,
+            });
         }
         if let Some(cubin) = self.shipped.as_ref().and_then(|s| s.find(&identity)) {
-            return Ok(JitOutcome { cubin, origin: Origin::Shipped });
+            return Ok(JitOutcome {
+                cubin,
+                origin: Origin::Shipped,
+            });
         }
         let nvrtc = self.nvrtc()?;
         let compiled = nvrtc.compile_with(rendered, arch, self.options)?;
-        let cubin = Cubin { key: KernelKey { identity, nvrtc: nvrtc.version() }, compiled };
+        let cubin = Cubin {
+            key: KernelKey {
+                identity,
+                nvrtc: nvrtc.version(),
+            },
+            compiled,
+        };
         self.cache.put(&cubin);
-        Ok(JitOutcome { cubin, origin: Origin::Compiled })
+        Ok(JitOutcome {
+            cubin,
+            origin: Origin::Compiled,
+        })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
         // The state is two options that are each set in one step: a panic elsewhere leaves nothing half done.
-        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.state
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     fn wanted(&self) -> Wanted {
@@ -129,7 +156,10 @@ impl Jit {
         if let Some(wanted) = state.wanted {
             return wanted;
         }
-        let noted = self.cache.directory().and_then(|d| Note::read(d, &Environment::read()));
+        let noted = self
+            .cache
+            .directory()
+            .and_then(|d| Note::read(d, &Environment::read()));
         let wanted = match noted {
             Some(version) => Wanted::Exactly(version),
             None => match self.open(&mut state) {
@@ -149,7 +179,9 @@ impl Jit {
         let nvrtc = Nvrtc::load_in(&environment)?;
         state.wanted = Some(Wanted::Exactly(nvrtc.version()));
         state.nvrtc = Some(nvrtc.clone());
-        if let (Some(directory), Some(note)) = (self.cache.directory(), Note::of(&nvrtc, &environment)) {
+        if let (Some(directory), Some(note)) =
+            (self.cache.directory(), Note::of(&nvrtc, &environment))
+        {
             note.write(directory);
         }
         Ok(nvrtc)
@@ -171,19 +203,27 @@ impl Note {
     fn of(nvrtc: &Nvrtc, environment: &Environment) -> Option<Note> {
         let (bytes, modified_ns) = file_state(nvrtc.path())?;
         let environment = environment.fingerprint();
-        Some(Note { environment, path: nvrtc.path().into(), bytes, modified_ns, version: nvrtc.version() })
+        Some(Note {
+            environment,
+            path: nvrtc.path().into(),
+            bytes,
+            modified_ns,
+            version: nvrtc.version(),
+        })
     }
 
     /// The version noted, if the same search would still find the same file.
     fn read(directory: &Path, environment: &Environment) -> Option<NvrtcVersion> {
-        let note: Note = serde_json::from_slice(&std::fs::read(directory.join(NOTE_FILE)).ok()?).ok()?;
+        let note: Note =
+            serde_json::from_slice(&std::fs::read(directory.join(NOTE_FILE)).ok()?).ok()?;
         let same = note.environment == environment.fingerprint()
             && file_state(&note.path) == Some((note.bytes, note.modified_ns));
         same.then_some(note.version)
     }
 
     fn write(&self, directory: &Path) {
-        let same = std::fs::read(directory.join(NOTE_FILE)).is_ok_and(|b| serde_json::from_slice::<Note>(&b).is_ok_and(|n| n == *self));
+        let same = std::fs::read(directory.join(NOTE_FILE))
+            .is_ok_and(|b| serde_json::from_slice::<Note>(&b).is_ok_and(|n| n == *self));
         if !same && let Ok(text) = serde_json::to_vec(self) {
             // Without the note the next process opens NVRTC to learn its version; the cache itself warns if unwritable.
             let _ = publish(directory, NOTE_FILE, &text);
@@ -193,5 +233,12 @@ impl Note {
 
 fn file_state(path: &str) -> Option<(u64, u128)> {
     let meta = std::fs::metadata(path).ok()?;
-    Some((meta.len(), meta.modified().ok()?.duration_since(SystemTime::UNIX_EPOCH).ok()?.as_nanos()))
+    Some((
+        meta.len(),
+        meta.modified()
+            .ok()?
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .ok()?
+            .as_nanos(),
+    ))
 }

@@ -57,7 +57,10 @@ impl KernelIdentity {
     /// SHA-256 in hex over every field.
     pub fn digest(&self) -> String {
         let mut hash = Sha256::new();
-        for part in [&self.kernel, &self.source_digest, &self.config, &self.arch].into_iter().chain(&self.options) {
+        for part in [&self.kernel, &self.source_digest, &self.config, &self.arch]
+            .into_iter()
+            .chain(&self.options)
+        {
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
         }
@@ -83,7 +86,10 @@ impl KernelKey {
 /// SHA-256 in hex over the templates of every kernel of a forward pass: what a record of a tuned forward pass was made with.
 pub fn forward_template_digest() -> String {
     let mut hash = Sha256::new();
-    for kernel in Kernel::ALL.into_iter().filter(|k| *k != Kernel::StateUpdate) {
+    for kernel in Kernel::ALL
+        .into_iter()
+        .filter(|k| *k != Kernel::StateUpdate)
+    {
         hash.update(mamba2_kernels::template_digest(kernel));
     }
     hex(&hash.finalize())
@@ -95,10 +101,12 @@ pub fn step_template_digest() -> String {
 }
 
 pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut s, b| {
-        let _ = write!(s, "{b:02x}");
-        s
-    })
+    bytes
+        .iter()
+        .fold(String::with_capacity(bytes.len() * 2), |mut s, b| {
+            let _ = write!(s, "{b:02x}");
+            s
+        })
 }
 
 #[cfg(test)]
@@ -109,8 +117,16 @@ mod tests {
 
     fn identity(problem: &Problem, arch: Arch, options: CompileOptions) -> Vec<KernelIdentity> {
         let device = DeviceFacts::assumed(arch);
-        let config = rules::default_strategy(&"b=1,l=256,h=8,p=64,g=1,n=128".parse().expect("shape"), &device).expect("default");
-        config.kernels().iter().map(|k| KernelIdentity::of(&render(k, problem, &device), arch, options)).collect()
+        let config = rules::default_strategy(
+            &"b=1,l=256,h=8,p=64,g=1,n=128".parse().expect("shape"),
+            &device,
+        )
+        .expect("default");
+        config
+            .kernels()
+            .iter()
+            .map(|k| KernelIdentity::of(&render(k, problem, &device), arch, options))
+            .collect()
     }
 
     /// T10: one flip at a time. The rendered header carries every template constant, so each must change at least one kernel's
@@ -122,18 +138,42 @@ mod tests {
         let of = |p: &Problem| identity(p, Arch(90), CompileOptions::default());
         let digests = |p: &Problem| of(p).iter().map(KernelIdentity::digest).collect::<Vec<_>>();
         let flips = [
-            "dtype=f16", "dtype=f32", "dt_dtype=f32", "d=none", "d=hp", "z=1", "bias=1", "softplus=1", "limit=0.1:0.2", "init=none",
-            "init=bf16", "final=none", "final=f16", "packed=3", "align=1", "tf32=1",
+            "dtype=f16",
+            "dtype=f32",
+            "dt_dtype=f32",
+            "d=none",
+            "d=hp",
+            "z=1",
+            "bias=1",
+            "softplus=1",
+            "limit=0.1:0.2",
+            "init=none",
+            "init=bf16",
+            "final=none",
+            "final=f16",
+            "packed=3",
+            "align=1",
+            "tf32=1",
         ];
         let mut seen = vec![digests(&problem)];
         for flip in flips {
             let text = format!("{base},{flip}");
             let flipped = digests(&text.parse().expect("shape"));
-            assert!(!seen.contains(&flipped), "{flip} shares its cubins with another problem");
+            assert!(
+                !seen.contains(&flipped),
+                "{flip} shares its cubins with another problem"
+            );
             seen.push(flipped);
         }
-        for flip in ["b=1,l=256,h=8,p=32,g=1,n=128", "b=1,l=256,h=8,p=64,g=2,n=128", "b=1,l=256,h=8,p=64,g=1,n=64"] {
-            assert!(!seen.contains(&digests(&flip.parse().expect("shape"))), "{flip}");
+        for flip in [
+            "b=1,l=256,h=8,p=32,g=1,n=128",
+            "b=1,l=256,h=8,p=64,g=2,n=128",
+            "b=1,l=256,h=8,p=64,g=1,n=64",
+        ] {
+            assert!(
+                !seen.contains(&digests(&flip.parse().expect("shape"))),
+                "{flip}"
+            );
         }
     }
 

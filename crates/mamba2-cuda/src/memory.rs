@@ -55,7 +55,12 @@ pub struct DeviceBuffer {
 
 impl std::fmt::Debug for DeviceBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "DeviceBuffer({} bytes at {:#x})", self.bytes, self.address())
+        write!(
+            f,
+            "DeviceBuffer({} bytes at {:#x})",
+            self.bytes,
+            self.address()
+        )
     }
 }
 
@@ -69,9 +74,18 @@ impl Device {
         if bytes > 0 {
             let _bound = self.bind()?;
             // SAFETY: the pointer is to a live integer.
-            check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut address, bytes) })?;
+            check("cuMemAlloc", unsafe {
+                sys::cuMemAlloc_v2(&mut address, bytes)
+            })?;
         }
-        Ok(DeviceBuffer { allocation: Arc::new(Allocation { device: self.clone(), address, owned: true }), bytes })
+        Ok(DeviceBuffer {
+            allocation: Arc::new(Allocation {
+                device: self.clone(),
+                address,
+                owned: true,
+            }),
+            bytes,
+        })
     }
 
     /// Allocates memory that holds a copy of `data`.
@@ -90,7 +104,14 @@ impl Device {
     /// `address..address + bytes` is memory of this device, and stays so until the last clone, the last tensor made of it and
     /// all work enqueued with them are gone.
     pub unsafe fn borrow_memory(&self, address: u64, bytes: usize) -> DeviceBuffer {
-        DeviceBuffer { allocation: Arc::new(Allocation { device: self.clone(), address, owned: false }), bytes }
+        DeviceBuffer {
+            allocation: Arc::new(Allocation {
+                device: self.clone(),
+                address,
+                owned: false,
+            }),
+            bytes,
+        }
     }
 }
 
@@ -113,7 +134,10 @@ impl DeviceBuffer {
     fn range(&self, offset_bytes: usize, bytes: usize) -> Result<u64, CudaError> {
         match offset_bytes.checked_add(bytes) {
             Some(end) if end <= self.bytes => Ok(self.address() + offset_bytes as u64),
-            _ => Err(CudaError::View { available: self.bytes.saturating_sub(offset_bytes), needed: bytes }),
+            _ => Err(CudaError::View {
+                available: self.bytes.saturating_sub(offset_bytes),
+                needed: bytes,
+            }),
         }
     }
 
@@ -129,7 +153,9 @@ impl DeviceBuffer {
         }
         let _bound = self.device().bind()?;
         // SAFETY: source and destination have that many bytes; Element has no padding.
-        check("cuMemcpyHtoD", unsafe { sys::cuMemcpyHtoD_v2(address, data.as_ptr().cast::<c_void>(), bytes) })
+        check("cuMemcpyHtoD", unsafe {
+            sys::cuMemcpyHtoD_v2(address, data.as_ptr().cast::<c_void>(), bytes)
+        })
     }
 
     /// Copies from byte `offset_bytes` to `data` and waits for it. Work on other streams must have been waited for.
@@ -144,7 +170,9 @@ impl DeviceBuffer {
         }
         let _bound = self.device().bind()?;
         // SAFETY: source and destination have that many bytes; every bit pattern is a value of Element.
-        check("cuMemcpyDtoH", unsafe { sys::cuMemcpyDtoH_v2(data.as_mut_ptr().cast::<c_void>(), address, bytes) })
+        check("cuMemcpyDtoH", unsafe {
+            sys::cuMemcpyDtoH_v2(data.as_mut_ptr().cast::<c_void>(), address, bytes)
+        })
     }
 
     /// Enqueues a fill of the whole buffer with `byte`.
@@ -157,7 +185,9 @@ impl DeviceBuffer {
         }
         let _bound = self.device().bind()?;
         // SAFETY: the buffer has that many bytes.
-        check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(self.address(), byte, self.bytes, stream.raw()) })
+        check("cuMemsetD8Async", unsafe {
+            sys::cuMemsetD8Async(self.address(), byte, self.bytes, stream.raw())
+        })
     }
 
     /// Enqueues a copy of all of `source` to the start of this buffer.

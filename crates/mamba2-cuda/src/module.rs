@@ -35,10 +35,16 @@ impl Drop for Module {
 
 impl Module {
     /// Loads `cubin` and makes its kernel ready for launches of `launch`'s shared memory, so that no launch loads anything.
-    pub fn load(device: &Device, cubin: &Cubin, launch: &KernelLaunch) -> Result<Module, CudaError> {
+    pub fn load(
+        device: &Device,
+        cubin: &Cubin,
+        launch: &KernelLaunch,
+    ) -> Result<Module, CudaError> {
         let key = &cubin.key;
         let refused = |e: CudaError| match e {
-            CudaError::Driver { ref name, ref text, .. } if !e.is_fatal() && !e.is_out_of_memory() => {
+            CudaError::Driver {
+                ref name, ref text, ..
+            } if !e.is_fatal() && !e.is_out_of_memory() => {
                 let (major, minor) = device.driver_version();
                 CudaError::ModuleRefused {
                     kernel: format!("{} for {}", key.identity.kernel, cubin.compiled.target),
@@ -56,7 +62,12 @@ impl Module {
             sys::cuModuleLoadData(&mut module, cubin.compiled.cubin.as_ptr().cast::<c_void>())
         })
         .map_err(refused)?;
-        let mut loaded = Module { device: device.clone(), module, function: std::ptr::null_mut(), local_bytes: 0 };
+        let mut loaded = Module {
+            device: device.clone(),
+            module,
+            function: std::ptr::null_mut(),
+            local_bytes: 0,
+        };
         let name = CString::new(key.identity.kernel.as_str()).unwrap_or_default();
         // SAFETY: the module is loaded, the name is NUL-terminated, the pointer is to a live handle.
         check("cuModuleGetFunction", unsafe {
@@ -68,7 +79,11 @@ impl Module {
         // Also makes a lazily loading driver load the function now rather than at the first launch, perhaps in a capture.
         // SAFETY: the pointer is to a live integer, the function exists.
         check("cuFuncGetAttribute", unsafe {
-            sys::cuFuncGetAttribute(&mut local, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, loaded.function)
+            sys::cuFuncGetAttribute(
+                &mut local,
+                CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
+                loaded.function,
+            )
         })
         .map_err(refused)?;
         loaded.local_bytes = local.max(0) as u32;
@@ -102,7 +117,10 @@ impl Module {
             return Ok(());
         }
         let more = more.map_or(std::ptr::null(), std::ptr::from_ref);
-        let mut parameters = [std::ptr::from_ref(args).cast_mut().cast::<c_void>(), more.cast_mut().cast::<c_void>()];
+        let mut parameters = [
+            std::ptr::from_ref(args).cast_mut().cast::<c_void>(),
+            more.cast_mut().cast::<c_void>(),
+        ];
         // SAFETY: parameters of the kernel's types, by whoever calls; the driver copies as many as the kernel has and writes none.
         check("cuLaunchKernel", unsafe {
             sys::cuLaunchKernel(

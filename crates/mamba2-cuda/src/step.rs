@@ -31,8 +31,15 @@ impl LoadedStep {
     ) -> Result<LoadedStep, CudaError> {
         check_step_config(config, problem, device.facts())?;
         let fixed = StepArgs::of(problem)?;
-        let kernel = LoadedKernel::load(device, jit, &render_step(config, problem, device.facts()))?;
-        Ok(LoadedStep { device: device.clone(), problem: problem.clone(), config: *config, kernel, fixed })
+        let kernel =
+            LoadedKernel::load(device, jit, &render_step(config, problem, device.facts()))?;
+        Ok(LoadedStep {
+            device: device.clone(),
+            problem: problem.clone(),
+            config: *config,
+            kernel,
+            fixed,
+        })
     }
 
     /// The problem it was made for.
@@ -74,7 +81,9 @@ impl LoadedStep {
     ) -> Result<(), CudaError> {
         check_step(&self.problem, inputs, outputs)?;
         check_stream(stream, &self.device)?;
-        let read = Reader { device: &self.device };
+        let read = Reader {
+            device: &self.device,
+        };
         let args = StepArgs {
             state: read.address("state", &outputs.state)?,
             x: read.address("x", &inputs.x)?,
@@ -85,7 +94,8 @@ impl LoadedStep {
             D: read.optional("D", inputs.d.as_ref())?,
             z: read.optional("z", inputs.z.as_ref())?,
             dt_bias: read.optional("dt_bias", inputs.dt_bias.as_ref())?,
-            state_batch_indices: read.optional("state_batch_indices", inputs.state_batch_indices.as_ref())?,
+            state_batch_indices: read
+                .optional("state_batch_indices", inputs.state_batch_indices.as_ref())?,
             out: read.address("out", &outputs.out)?,
             x_strides: token_strides(Some(&inputs.x)),
             dt_strides: token_strides(Some(&inputs.dt)),
@@ -102,6 +112,10 @@ impl LoadedStep {
         let _bound = self.device.bind()?;
         // SAFETY: state_update takes one StepArgs by value. Its pointers are those of tensors that were checked against the problem the
         // kernel was compiled for; that they are valid was vouched for when they were made.
-        unsafe { self.kernel.module.launch(stream, &self.kernel.launch, &args, None::<&()>) }
+        unsafe {
+            self.kernel
+                .module
+                .launch(stream, &self.kernel.launch, &args, None::<&()>)
+        }
     }
 }

@@ -19,7 +19,12 @@ unsafe impl Sync for Stream {}
 
 impl std::fmt::Debug for Stream {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Stream({:?} on device {})", self.raw, self.device.info().ordinal)
+        write!(
+            f,
+            "Stream({:?} on device {})",
+            self.raw,
+            self.device.info().ordinal
+        )
     }
 }
 
@@ -33,13 +38,23 @@ impl Device {
         let mut raw: CUstream = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the pointer is to a live handle.
-        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
-        Ok(Stream { device: self.clone(), raw, owned: true })
+        check("cuStreamCreate", unsafe {
+            sys::cuStreamCreate(&mut raw, flags)
+        })?;
+        Ok(Stream {
+            device: self.clone(),
+            raw,
+            owned: true,
+        })
     }
 
     /// The default (null) stream of the device's primary context.
     pub fn default_stream(&self) -> Stream {
-        Stream { device: self.clone(), raw: std::ptr::null_mut(), owned: false }
+        Stream {
+            device: self.clone(),
+            raw: std::ptr::null_mut(),
+            owned: false,
+        }
     }
 
     /// The caller's own stream (`CUstream`, `cudaStream_t`); it is not destroyed.
@@ -47,7 +62,11 @@ impl Device {
     /// # Safety
     /// `raw` is null or a stream of this device's primary context, and stays so as long as the returned value is used.
     pub unsafe fn borrow_stream(&self, raw: *mut c_void) -> Stream {
-        Stream { device: self.clone(), raw: raw.cast(), owned: false }
+        Stream {
+            device: self.clone(),
+            raw: raw.cast(),
+            owned: false,
+        }
     }
 
     /// Makes an event that can be timed.
@@ -58,8 +77,13 @@ impl Device {
         let _bound = self.bind()?;
         let mut raw: CUevent = std::ptr::null_mut();
         // SAFETY: the pointer is to a live handle.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, sys::CUevent_flags::CU_EVENT_DEFAULT as u32) })?;
-        Ok(Event { device: self.clone(), raw })
+        check("cuEventCreate", unsafe {
+            sys::cuEventCreate(&mut raw, sys::CUevent_flags::CU_EVENT_DEFAULT as u32)
+        })?;
+        Ok(Event {
+            device: self.clone(),
+            raw,
+        })
     }
 }
 
@@ -80,7 +104,9 @@ impl Stream {
     pub fn synchronize(&self) -> Result<(), CudaError> {
         let _bound = self.device.bind()?;
         // SAFETY: the stream is live.
-        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.raw) })
+        check("cuStreamSynchronize", unsafe {
+            sys::cuStreamSynchronize(self.raw)
+        })
     }
 
     /// Enqueues a mark.
@@ -90,7 +116,9 @@ impl Stream {
     pub fn record(&self, event: &Event) -> Result<(), CudaError> {
         let _bound = self.device.bind()?;
         // SAFETY: stream and event are live and of one context.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(event.raw, self.raw) })
+        check("cuEventRecord", unsafe {
+            sys::cuEventRecord(event.raw, self.raw)
+        })
     }
 
     /// Enqueues a wait for `event`, recorded on another stream.
@@ -100,30 +128,44 @@ impl Stream {
     pub fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
         let _bound = self.device.bind()?;
         // SAFETY: stream and event are live.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.raw, event.raw, 0) })
+        check("cuStreamWaitEvent", unsafe {
+            sys::cuStreamWaitEvent(self.raw, event.raw, 0)
+        })
     }
 
     /// Records what `enqueue` puts on this stream as a graph, without running it.
     ///
     /// # Errors
     /// Whatever `enqueue` returns, or a driver error, for instance if something in it cannot be captured.
-    pub fn capture(&self, enqueue: impl FnOnce(&Stream) -> Result<(), CudaError>) -> Result<Graph, CudaError> {
+    pub fn capture(
+        &self,
+        enqueue: impl FnOnce(&Stream) -> Result<(), CudaError>,
+    ) -> Result<Graph, CudaError> {
         let _bound = self.device.bind()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is live.
-        check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) })?;
+        check("cuStreamBeginCapture", unsafe {
+            sys::cuStreamBeginCapture_v2(self.raw, mode)
+        })?;
         let enqueued = enqueue(self);
         let mut graph: CUgraph = std::ptr::null_mut();
         // Capture must end on every path, or the stream stays unusable.
         // SAFETY: capture began above on this thread, the pointer is to a live handle.
-        let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(self.raw, &mut graph) });
+        let ended = check("cuStreamEndCapture", unsafe {
+            sys::cuStreamEndCapture(self.raw, &mut graph)
+        });
         let graph = RawGraph(graph);
         enqueued?;
         ended?;
         let mut executable: CUgraphExec = std::ptr::null_mut();
         // SAFETY: the graph was just captured, the pointer is to a live handle.
-        check("cuGraphInstantiate", unsafe { sys::cuGraphInstantiateWithFlags(&mut executable, graph.0, 0) })?;
-        Ok(Graph { device: self.device.clone(), executable })
+        check("cuGraphInstantiate", unsafe {
+            sys::cuGraphInstantiateWithFlags(&mut executable, graph.0, 0)
+        })?;
+        Ok(Graph {
+            device: self.device.clone(),
+            executable,
+        })
     }
 }
 
@@ -167,7 +209,9 @@ impl Graph {
     pub fn launch(&self, stream: &Stream) -> Result<(), CudaError> {
         let _bound = self.device.bind()?;
         // SAFETY: graph and stream are live. What the graph's nodes point to was vouched for when they were enqueued.
-        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.executable, stream.raw) })
+        check("cuGraphLaunch", unsafe {
+            sys::cuGraphLaunch(self.executable, stream.raw)
+        })
     }
 }
 
@@ -197,7 +241,9 @@ impl Event {
     pub fn synchronize(&self) -> Result<(), CudaError> {
         let _bound = self.device.bind()?;
         // SAFETY: the event is live.
-        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.raw) })
+        check("cuEventSynchronize", unsafe {
+            sys::cuEventSynchronize(self.raw)
+        })
     }
 
     /// True if the mark was reached; does not wait.

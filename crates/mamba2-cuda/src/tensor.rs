@@ -16,13 +16,21 @@ impl DeviceTensor {
     ///
     /// # Errors
     /// [`CudaError::View`] if the view reaches past the end of the buffer.
-    pub fn new(buffer: &DeviceBuffer, offset_bytes: usize, meta: TensorMeta) -> Result<DeviceTensor, CudaError> {
+    pub fn new(
+        buffer: &DeviceBuffer,
+        offset_bytes: usize,
+        meta: TensorMeta,
+    ) -> Result<DeviceTensor, CudaError> {
         let needed = span_bytes(&meta).unwrap_or(usize::MAX);
         let available = buffer.bytes().saturating_sub(offset_bytes);
         if needed > available {
             return Err(CudaError::View { available, needed });
         }
-        Ok(DeviceTensor { address: buffer.address() + offset_bytes as u64, meta, owner: Some(buffer.clone()) })
+        Ok(DeviceTensor {
+            address: buffer.address() + offset_bytes as u64,
+            meta,
+            owner: Some(buffer.clone()),
+        })
     }
 
     /// A view of the caller's own device memory, of any library.
@@ -31,7 +39,11 @@ impl DeviceTensor {
     /// Every element of the view is memory of the device that the call will run on, readable, and writable if it is an output, until
     /// the work enqueued with it is done.
     pub unsafe fn from_raw(address: u64, meta: TensorMeta) -> DeviceTensor {
-        DeviceTensor { address, meta, owner: None }
+        DeviceTensor {
+            address,
+            meta,
+            owner: None,
+        }
     }
 
     /// A view of a cudarc slice, from its first element, for work on `stream`.
@@ -52,7 +64,11 @@ impl DeviceTensor {
             return Err(CudaError::View { available, needed });
         }
         let (address, _use) = slice.device_ptr(stream);
-        Ok(DeviceTensor { address, meta, owner: None })
+        Ok(DeviceTensor {
+            address,
+            meta,
+            owner: None,
+        })
     }
 
     /// Address of element 0.
@@ -66,11 +82,21 @@ impl DeviceTensor {
             && owner.device().info().ordinal != device.info().ordinal
         {
             let (expected, got) = (device.info().ordinal, owner.device().info().ordinal);
-            return Err(CudaError::WrongDevice { what: tensor, expected, got });
+            return Err(CudaError::WrongDevice {
+                what: tensor,
+                expected,
+                got,
+            });
         }
         let align = elem_bytes(&self.meta);
-        if self.meta.elems() > 0 && (self.address == 0 || !self.address.is_multiple_of(align as u64)) {
-            return Err(CudaError::Address { tensor, align, address: self.address });
+        if self.meta.elems() > 0
+            && (self.address == 0 || !self.address.is_multiple_of(align as u64))
+        {
+            return Err(CudaError::Address {
+                tensor,
+                align,
+                address: self.address,
+            });
         }
         Ok(self.address)
     }

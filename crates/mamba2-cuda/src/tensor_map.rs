@@ -3,8 +3,8 @@
 use std::mem::MaybeUninit;
 
 use cudarc::driver::sys::{
-    self, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
-    CUtensorMapSwizzle,
+    self, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
+    CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
 use mamba2_spec::{Dtype, HasMeta};
 
@@ -36,7 +36,21 @@ pub(crate) struct TensorMaps {
     pub c: TensorMap,
 }
 
+/// The copy engine's strides are below this. Unit: bytes.
+const STRIDE_LIMIT: usize = 1 << 40;
+
 impl TensorMap {
+    /// True if every outer stride is one the copy engine can take. Alignment is [`mamba2_spec::check_forward`]'s.
+    pub fn can_map(tensor: &DeviceTensor) -> bool {
+        let meta = tensor.meta();
+        let elem = meta.dtype.map_or(2, Dtype::size_bytes);
+        let limit = STRIDE_LIMIT / elem;
+        meta.shape()
+            .iter()
+            .zip(meta.strides())
+            .all(|(n, stride)| *n <= 1 || (1..limit).contains(stride))
+    }
+
     /// The map of a `[batch, seqlen, heads or groups, innermost]` tensor of 16-bit elements; boxes of 64 tokens of one head, zeros
     /// outside.
     ///
@@ -44,9 +58,13 @@ impl TensorMap {
     /// A driver error for strides the copy engine cannot take (0, or beyond 2^40 bytes).
     pub fn of(tensor: &DeviceTensor) -> Result<TensorMap, CudaError> {
         let meta = tensor.meta();
-        let (&[batch, tokens, heads, inner], &[batch_stride, token_stride, head_stride, _]) = (meta.shape(), meta.strides())
+        let (&[batch, tokens, heads, inner], &[batch_stride, token_stride, head_stride, _]) =
+            (meta.shape(), meta.strides())
         else {
-            return Err(CudaError::View { available: meta.shape().len(), needed: 4 });
+            return Err(CudaError::View {
+                available: meta.shape().len(),
+                needed: 4,
+            });
         };
         let elem = meta.dtype.map_or(2, Dtype::size_bytes) as u64;
         let dtype = match meta.dtype {
@@ -56,7 +74,11 @@ impl TensorMap {
         let dims = [inner as u64, heads as u64, tokens as u64, batch as u64];
         // The stride of an axis of one element is never used, but must look sane.
         let stride = |n: usize, stride: usize| if n <= 1 { 16 } else { stride as u64 * elem };
-        let strides = [stride(heads, head_stride), stride(tokens, token_stride), stride(batch, batch_stride)];
+        let strides = [
+            stride(heads, head_stride),
+            stride(tokens, token_stride),
+            stride(batch, batch_stride),
+        ];
         let mut map = MaybeUninit::<CUtensorMap>::zeroed();
         // SAFETY: all pointers are to live arrays of the lengths rank 4 asks for; the driver writes the whole map and does not read
         // the tensor.

@@ -16,7 +16,12 @@ pub struct TimerPolicy {
 
 impl Default for TimerPolicy {
     fn default() -> TimerPolicy {
-        TimerPolicy { warmup: 3, samples: 20, calls_per_replay: 1, cold: true }
+        TimerPolicy {
+            warmup: 3,
+            samples: 20,
+            calls_per_replay: 1,
+            cold: true,
+        }
     }
 }
 
@@ -82,7 +87,12 @@ impl Timer {
     /// A driver error.
     pub fn new(device: &Device) -> Result<Timer, CudaError> {
         let flush = device.alloc(MIN_FLUSH_BYTES.max(4 * device.facts().l2_bytes))?;
-        Ok(Timer { stream: device.stream()?, start: device.event()?, end: device.event()?, flush })
+        Ok(Timer {
+            stream: device.stream()?,
+            start: device.event()?,
+            end: device.event()?,
+            flush,
+        })
     }
 
     /// The stream on which everything is timed.
@@ -111,20 +121,34 @@ impl Timer {
     ///
     /// # Errors
     /// [`CudaError::Timer`] for a policy without samples or calls, whatever a call returns, or a driver error.
-    pub fn compare(&self, policy: TimerPolicy, calls: &mut [&mut Call<'_>]) -> Result<Vec<Samples>, CudaError> {
+    pub fn compare(
+        &self,
+        policy: TimerPolicy,
+        calls: &mut [&mut Call<'_>],
+    ) -> Result<Vec<Samples>, CudaError> {
         if policy.samples == 0 || policy.calls_per_replay == 0 {
-            return Err(CudaError::Timer { expected: "at least one sample of at least one call", got: format!("{policy:?}") });
+            return Err(CudaError::Timer {
+                expected: "at least one sample of at least one call",
+                got: format!("{policy:?}"),
+            });
         }
         let mut graphs = Vec::with_capacity(calls.len());
         for call in calls.iter_mut() {
-            graphs.push(self.stream.capture(|stream| (0..policy.calls_per_replay).try_for_each(|n| call(stream, n)))?);
+            graphs.push(self.stream.capture(|stream| {
+                (0..policy.calls_per_replay).try_for_each(|n| call(stream, n))
+            })?);
         }
         for graph in &graphs {
             for _ in 0..policy.warmup {
                 self.replay(policy, graph)?;
             }
         }
-        let mut all: Vec<Samples> = graphs.iter().map(|_| Samples { us: Vec::with_capacity(policy.samples) }).collect();
+        let mut all: Vec<Samples> = graphs
+            .iter()
+            .map(|_| Samples {
+                us: Vec::with_capacity(policy.samples),
+            })
+            .collect();
         for round in 0..policy.samples {
             for i in turn(graphs.len(), round) {
                 all[i].us.push(self.replay(policy, &graphs[i])?);
@@ -164,7 +188,9 @@ mod tests {
 
     #[test]
     fn median_minimum_and_spread_of_known_samples() {
-        let samples = Samples { us: vec![4.0, 1.0, 3.0, 2.0, 100.0] };
+        let samples = Samples {
+            us: vec![4.0, 1.0, 3.0, 2.0, 100.0],
+        };
         assert_eq!(samples.median_us(), 3.0);
         assert_eq!(samples.min_us(), 1.0);
         assert_eq!(samples.spread(), (4.0 - 2.0) / 3.0);

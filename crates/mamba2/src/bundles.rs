@@ -15,7 +15,11 @@ pub(crate) struct BundleCubins {
 
 impl BundleCubins {
     pub fn new(bundles: Vec<Arc<Bundle>>, arch: Arch) -> BundleCubins {
-        BundleCubins { bundles, arch, index: OnceLock::new() }
+        BundleCubins {
+            bundles,
+            arch,
+            index: OnceLock::new(),
+        }
     }
 
     fn index(&self) -> &HashMap<String, (usize, KernelKey)> {
@@ -26,9 +30,15 @@ impl BundleCubins {
                     tracing::warn!(%error, "bundle without readable kernel keys");
                     Vec::new()
                 });
-                for key in keys.iter().filter_map(|text| KernelKey::from_text(text).ok()) {
+                for key in keys
+                    .iter()
+                    .filter_map(|text| KernelKey::from_text(text).ok())
+                {
                     let digest = key.identity.digest();
-                    if index.get(&digest).is_none_or(|(j, k)| *j == i && k.nvrtc < key.nvrtc) {
+                    if index
+                        .get(&digest)
+                        .is_none_or(|(j, k)| *j == i && k.nvrtc < key.nvrtc)
+                    {
                         index.insert(digest, (i, key));
                     }
                 }
@@ -40,11 +50,22 @@ impl BundleCubins {
 
 impl ShippedCubins for BundleCubins {
     fn find(&self, identity: &KernelIdentity) -> Option<Cubin> {
-        let (bundle, key) = self.index().get(&identity.digest()).filter(|(_, key)| key.identity == *identity)?;
+        let (bundle, key) = self
+            .index()
+            .get(&identity.digest())
+            .filter(|(_, key)| key.identity == *identity)?;
         match self.bundles[*bundle].cubin(&key.to_text(), self.arch) {
             Ok(Some(cubin)) => {
                 let target = cubin_arch(&cubin).unwrap_or(self.arch);
-                Some(Cubin { key: key.clone(), compiled: Compiled { cubin, log: String::new(), resources: None, target } })
+                Some(Cubin {
+                    key: key.clone(),
+                    compiled: Compiled {
+                        cubin,
+                        log: String::new(),
+                        resources: None,
+                        target,
+                    },
+                })
             }
             Ok(None) => None,
             Err(error) => {

@@ -22,7 +22,14 @@ pub struct Choice<C = StrategyConfig> {
 
 impl<C> Choice<C> {
     pub(crate) fn cpu() -> Choice<C> {
-        Choice { config: None, tier: None, distance: 0.0, record: None, stale: false, warnings: Vec::new() }
+        Choice {
+            config: None,
+            tier: None,
+            distance: 0.0,
+            record: None,
+            stale: false,
+            warnings: Vec::new(),
+        }
     }
 
     pub(crate) fn of(answer: Answer<C>) -> Choice<C> {

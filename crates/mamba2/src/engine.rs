@@ -2,8 +2,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use mamba2_cuda::{
-    CompileOptions, CubinCache, CudaError, Device, Jit, LoadedForward, LoadedStep, Nvrtc, forward_template_digest,
-    step_template_digest,
+    CompileOptions, CubinCache, CudaError, Device, Jit, LoadedForward, LoadedStep, Nvrtc,
+    forward_template_digest, step_template_digest,
 };
 use mamba2_spec::{Alignment, DeviceFacts, Problem, StepProblem};
 use mamba2_tunedb::{CacheDir, Environment, Ladder, Mode, Record, Tier};
@@ -31,13 +31,19 @@ pub trait TuneHook: Send + Sync {
     ///
     /// # Errors
     /// The reason, in words. The plan is then made without.
-    fn tune(&self, problem: &Problem, device: &Device, jit: &Jit) -> Result<Option<Record>, String>;
+    fn tune(&self, problem: &Problem, device: &Device, jit: &Jit)
+    -> Result<Option<Record>, String>;
 
     /// Tunes a decode step.
     ///
     /// # Errors
     /// As [`TuneHook::tune`].
-    fn tune_step(&self, problem: &StepProblem, device: &Device, jit: &Jit) -> Result<Option<Record>, String>;
+    fn tune_step(
+        &self,
+        problem: &StepProblem,
+        device: &Device,
+        jit: &Jit,
+    ) -> Result<Option<Record>, String>;
 }
 
 enum Wish {
@@ -124,7 +130,8 @@ impl EngineBuilder {
             return Err(Error::NoTuner);
         }
         let cache = self.cache.unwrap_or_else(|| CacheDir::decide(&environment));
-        let cuda = |device: Device| Cuda::new(device, &cache, mode, self.options, self.tuner.clone());
+        let cuda =
+            |device: Device| Cuda::new(device, &cache, mode, self.options, self.tuner.clone());
         let (cuda, passed_over) = match self.wish {
             Wish::Cpu => (None, None),
             Wish::Cuda(device) => (Some(cuda(device)), None),
@@ -133,7 +140,11 @@ impl EngineBuilder {
                 Err(error) => (None, Some(error)),
             },
         };
-        Ok(Engine { cuda, passed_over, cache })
+        Ok(Engine {
+            cuda,
+            passed_over,
+            cache,
+        })
     }
 }
 
@@ -146,7 +157,13 @@ struct Cuda {
 }
 
 impl Cuda {
-    fn new(device: Device, cache: &CacheDir, mode: Mode, options: CompileOptions, tuner: Option<Arc<dyn TuneHook>>) -> Cuda {
+    fn new(
+        device: Device,
+        cache: &CacheDir,
+        mode: Mode,
+        options: CompileOptions,
+        tuner: Option<Arc<dyn TuneHook>>,
+    ) -> Cuda {
         let ladder = Ladder::builder()
             .mode(mode)
             .cache(cache)
@@ -158,7 +175,12 @@ impl Cuda {
         };
         let bundles = BundleCubins::new(ladder.bundles().to_vec(), device.facts().arch);
         let jit = Jit::with_options(cubins, options).with_shipped(Arc::new(bundles));
-        Cuda { device, jit, ladder, tuner }
+        Cuda {
+            device,
+            jit,
+            ladder,
+            tuner,
+        }
     }
 
     /// Itself, unless there is neither a compiler nor any compiled kernel.
@@ -175,21 +197,34 @@ impl Cuda {
         if !wants_tuning(self.ladder.mode(), answer.tier, answer.stale) {
             return Ok(Choice::of(answer));
         }
-        let tuned = self.tuner.as_ref().map(|t| t.tune(problem, &self.device, &self.jit));
+        let tuned = self
+            .tuner
+            .as_ref()
+            .map(|t| t.tune(problem, &self.device, &self.jit));
         if self.learn(tuned) {
-            return Ok(Choice::of(self.ladder.look_up(problem, self.device.facts())?));
+            return Ok(Choice::of(
+                self.ladder.look_up(problem, self.device.facts())?,
+            ));
         }
         Ok(Choice::of(answer))
     }
 
-    fn choose_step(&self, problem: &StepProblem) -> Result<Choice<mamba2_spec::parameters::StateUpdate>, Error> {
+    fn choose_step(
+        &self,
+        problem: &StepProblem,
+    ) -> Result<Choice<mamba2_spec::parameters::StateUpdate>, Error> {
         let answer = self.ladder.look_up_step(problem, self.device.facts())?;
         if !wants_tuning(self.ladder.mode(), answer.tier, answer.stale) {
             return Ok(Choice::of(answer));
         }
-        let tuned = self.tuner.as_ref().map(|t| t.tune_step(problem, &self.device, &self.jit));
+        let tuned = self
+            .tuner
+            .as_ref()
+            .map(|t| t.tune_step(problem, &self.device, &self.jit));
         if self.learn(tuned) {
-            return Ok(Choice::of(self.ladder.look_up_step(problem, self.device.facts())?));
+            return Ok(Choice::of(
+                self.ladder.look_up_step(problem, self.device.facts())?,
+            ));
         }
         Ok(Choice::of(answer))
     }
@@ -212,7 +247,12 @@ impl Cuda {
 
 /// True if the answer is anything but a fresh record of this very problem.
 fn wants_tuning(mode: Mode, tier: Tier, stale: bool) -> bool {
-    mode == Mode::Tune && (stale || !matches!(tier, Tier::Override | Tier::Local | Tier::Bundle | Tier::Shipped))
+    mode == Mode::Tune
+        && (stale
+            || !matches!(
+                tier,
+                Tier::Override | Tier::Local | Tier::Bundle | Tier::Shipped
+            ))
 }
 
 /// A backend, its caches and its tuning records. Makes plans; usable from any thread.
@@ -245,12 +285,22 @@ impl std::fmt::Debug for Engine {
 impl Engine {
     /// Starts making an engine.
     pub fn builder() -> EngineBuilder {
-        EngineBuilder { wish: Wish::Auto, mode: None, cache: None, options: CompileOptions::default(), tuner: None }
+        EngineBuilder {
+            wish: Wish::Auto,
+            mode: None,
+            cache: None,
+            options: CompileOptions::default(),
+            tuner: None,
+        }
     }
 
     /// Which backend it computes on.
     pub fn backend(&self) -> Backend {
-        if self.cuda.is_some() { Backend::Cuda } else { Backend::Cpu }
+        if self.cuda.is_some() {
+            Backend::Cuda
+        } else {
+            Backend::Cpu
+        }
     }
 
     /// Why [`EngineBuilder::auto`] took the CPU.
@@ -296,14 +346,23 @@ impl Engine {
         };
         let load = |problem: &Problem| -> Result<(LoadedForward, Choice), Error> {
             let choice = cuda.choose(problem)?;
-            let config = choice.config.as_ref().expect("a choice on CUDA should have a config");
-            Ok((LoadedForward::load(&cuda.device, &cuda.jit, problem, config)?, choice))
+            let config = choice
+                .config
+                .as_ref()
+                .expect("a choice on CUDA should have a config");
+            Ok((
+                LoadedForward::load(&cuda.device, &cuda.jit, problem, config)?,
+                choice,
+            ))
         };
         if problem.alignment == Alignment::Element {
             let (main, choice) = load(problem)?;
             return Ok(Plan::cuda(problem.clone(), main, None, choice));
         }
-        let unaligned = Problem { alignment: Alignment::Element, ..problem.clone() };
+        let unaligned = Problem {
+            alignment: Alignment::Element,
+            ..problem.clone()
+        };
         let (main, unaligned) = rayon::join(|| load(problem), || load(&unaligned));
         let ((main, choice), (unaligned, _)) = (main?, unaligned?);
         Ok(Plan::cuda(problem.clone(), main, Some(unaligned), choice))
@@ -319,7 +378,10 @@ impl Engine {
             return Ok(plan::StepPlan::cpu(problem.clone()));
         };
         let choice = cuda.choose_step(problem)?;
-        let config = choice.config.as_ref().expect("a choice on CUDA should have a config");
+        let config = choice
+            .config
+            .as_ref()
+            .expect("a choice on CUDA should have a config");
         let loaded = LoadedStep::load(&cuda.device, &cuda.jit, problem, config)?;
         Ok(StepPlan::cuda(problem.clone(), loaded, choice))
     }

@@ -21,7 +21,9 @@ pub enum Error {
     #[error(transparent)]
     TuneDb(#[from] TuneDbError),
     /// Device tensors were given to a plan of the CPU backend.
-    #[error("forward and step take device tensors and need the CUDA backend; on the CPU backend call forward_host or step_host")]
+    #[error(
+        "forward and step take device tensors and need the CUDA backend; on the CPU backend call forward_host or step_host"
+    )]
     NotOnDevice,
     /// The mode asks for tuning, but nobody was named to do it.
     #[error("mode Tune: expected a tuner (EngineBuilder::tuner), got none")]
@@ -36,7 +38,18 @@ impl Error {
     pub fn is_no_device(&self) -> bool {
         matches!(
             self,
-            Error::Cuda(CudaError::NoDriver { .. } | CudaError::DriverTooOld { .. } | CudaError::NoDevice { .. } | CudaError::NvrtcMissing { .. })
-        ) || matches!(self, Error::Cuda(CudaError::Driver { call: "cuInit" | "cuDeviceGetCount", .. }))
+            Error::Cuda(
+                CudaError::NoDriver { .. }
+                    | CudaError::DriverTooOld { .. }
+                    | CudaError::NoDevice { .. }
+                    | CudaError::NvrtcMissing { .. }
+            )
+        ) || matches!(
+            self,
+            Error::Cuda(CudaError::Driver {
+                call: "cuInit" | "cuDeviceGetCount",
+                ..
+            })
+        )
     }
 }

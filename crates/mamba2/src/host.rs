@@ -3,8 +3,8 @@
 use mamba2_cpu::{CpuError, HostData, HostDataMut, HostTensor, HostTensorMut};
 use mamba2_cuda::{CudaError, Device, DeviceBuffer, DeviceTensor};
 use mamba2_spec::{
-    Alignment, ForwardInputs, ForwardOutputs, HasMeta, Problem, StepInputs, StepOutputs, StepProblem, TensorMeta,
-    check_cu_seqlens, check_forward, check_step,
+    Alignment, ForwardInputs, ForwardOutputs, HasMeta, Problem, StepInputs, StepOutputs,
+    StepProblem, TensorMeta, check_cu_seqlens, check_forward, check_step,
 };
 
 use crate::Error;
@@ -17,7 +17,10 @@ pub(crate) fn forward(
     outputs: &mut ForwardOutputs<HostTensorMut<'_>>,
 ) -> Result<(), Error> {
     // Where the host's pointers lie means nothing on the device.
-    let problem = Problem { alignment: Alignment::Element, ..plan.problem().clone() };
+    let problem = Problem {
+        alignment: Alignment::Element,
+        ..plan.problem().clone()
+    };
     check_forward(&problem, inputs, outputs)?;
     if let Some(offsets) = &inputs.cu_seqlens {
         check_cu_seqlens(&indices(offsets), problem.seqlen)?;
@@ -39,9 +42,15 @@ pub(crate) fn forward(
     // A padded tail of a packed call is not written, so what is there must survive the round trip.
     let keep = problem.packed.is_some();
     let out = Output::new(device, &outputs.out, keep)?;
-    let final_states = outputs.final_states.as_ref().map(|t| Output::new(device, t, false)).transpose()?;
-    let device_outputs =
-        ForwardOutputs { out: out.tensor.clone(), final_states: final_states.as_ref().map(|o| o.tensor.clone()) };
+    let final_states = outputs
+        .final_states
+        .as_ref()
+        .map(|t| Output::new(device, t, false))
+        .transpose()?;
+    let device_outputs = ForwardOutputs {
+        out: out.tensor.clone(),
+        final_states: final_states.as_ref().map(|o| o.tensor.clone()),
+    };
     let workspace = device.alloc(plan.workspace_bytes())?;
     let stream = device.stream()?;
     plan.forward(&stream, &device_inputs, &device_outputs, &workspace)?;
@@ -79,7 +88,10 @@ pub(crate) fn step(
     let state = Output::new(device, &outputs.state, true)?;
     // Rows that are skipped keep what they had.
     let out = Output::new(device, &outputs.out, inputs.state_batch_indices.is_some())?;
-    let device_outputs = StepOutputs { state: state.tensor.clone(), out: out.tensor.clone() };
+    let device_outputs = StepOutputs {
+        state: state.tensor.clone(),
+        out: out.tensor.clone(),
+    };
     let stream = device.stream()?;
     plan.step(&stream, &device_inputs, &device_outputs)?;
     stream.synchronize()?;
@@ -94,7 +106,10 @@ fn check_slots(slots: &[i32], problem: &StepProblem) -> Result<(), Error> {
         let expected = match usize::try_from(got) {
             Err(_) => continue,
             Ok(slot) => match taken.get_mut(slot) {
-                None => format!("a slot below {}, or a negative number to skip the row", problem.slots),
+                None => format!(
+                    "a slot below {}, or a negative number to skip the row",
+                    problem.slots
+                ),
                 Some(true) => "a slot that no earlier row has".into(),
                 Some(free) => {
                     *free = true;
@@ -117,7 +132,8 @@ fn indices(tensor: &HostTensor<'_>) -> Vec<i32> {
 }
 
 fn span(meta: &TensorMeta) -> usize {
-    meta.span_elems().expect("a checked view should fit the address space")
+    meta.span_elems()
+        .expect("a checked view should fit the address space")
 }
 
 fn upload(device: &Device, tensor: &HostTensor<'_>) -> Result<DeviceTensor, Error> {

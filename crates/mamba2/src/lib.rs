@@ -56,11 +56,13 @@ pub use plan::{Plan, StepPlan};
 
 pub use mamba2_cpu::{CpuError, HostData, HostDataMut, HostTensor, HostTensorMut};
 pub use mamba2_cuda::{
-    Availability, CubinCache, CudaError, Device, DeviceBuffer, DeviceTensor, Event, Graph, Jit, KernelReport, LoadedForward,
-    LoadedStep, Samples, Stream, Timer, TimerPolicy, availability,
+    Availability, CubinCache, CudaError, Device, DeviceBuffer, DeviceTensor, Event, Graph, Jit,
+    KernelReport, LoadedForward, LoadedStep, Samples, Stream, Timer, TimerPolicy, availability,
+    span_bytes,
 };
 pub use mamba2_spec::{
-    self as spec, Alignment, Arch, ChunkSize, DKind, DeviceFacts, Dtype, DtLimit, ForwardInputs, ForwardOutputs, HasMeta,
-    Precision, Problem, SpecError, StepInputs, StepOutputs, StepProblem, StrategyConfig, TensorMeta, check_cu_seqlens,
+    self as spec, Alignment, Arch, ChunkSize, DKind, DeviceFacts, DtLimit, Dtype, ForwardInputs,
+    ForwardOutputs, HasMeta, Precision, Problem, SpecError, StepInputs, StepOutputs, StepProblem,
+    StrategyConfig, TensorMeta, check_cu_seqlens,
 };
 pub use mamba2_tunedb::{CacheDir, Ladder, Mode, Record, Tier};

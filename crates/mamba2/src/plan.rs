@@ -1,7 +1,9 @@
 use mamba2_cpu::{HostTensor, HostTensorMut};
 use mamba2_cuda::{DeviceBuffer, DeviceTensor, KernelReport, LoadedForward, LoadedStep, Stream};
 use mamba2_spec::parameters::StateUpdate;
-use mamba2_spec::{Alignment, ForwardInputs, ForwardOutputs, Problem, StepInputs, StepOutputs, StepProblem};
+use mamba2_spec::{
+    Alignment, ForwardInputs, ForwardOutputs, Problem, StepInputs, StepOutputs, StepProblem,
+};
 
 use crate::choice::Choice;
 use crate::{Error, host};
@@ -19,17 +21,30 @@ pub struct Plan {
 struct Loaded {
     /// For calls that keep what the problem promises.
     main: LoadedForward,
-    /// For calls of a problem that promises 16-byte alignment with tensors that are not.
+    /// For calls of a problem that promises 16-byte alignment with tensors that do not have it, or that a fast path cannot take.
     unaligned: Option<LoadedForward>,
 }
 
 impl Plan {
     pub(crate) fn cpu(problem: Problem) -> Plan {
-        Plan { problem, choice: Choice::cpu(), loaded: None }
+        Plan {
+            problem,
+            choice: Choice::cpu(),
+            loaded: None,
+        }
     }
 
-    pub(crate) fn cuda(problem: Problem, main: LoadedForward, unaligned: Option<LoadedForward>, choice: Choice) -> Plan {
-        Plan { problem, choice, loaded: Some(Loaded { main, unaligned }) }
+    pub(crate) fn cuda(
+        problem: Problem,
+        main: LoadedForward,
+        unaligned: Option<LoadedForward>,
+        choice: Choice,
+    ) -> Plan {
+        Plan {
+            problem,
+            choice,
+            loaded: Some(Loaded { main, unaligned }),
+        }
     }
 
     /// The problem it was made for.
@@ -45,13 +60,18 @@ impl Plan {
     /// Bytes of workspace that [`Plan::forward`] needs; 0 on the CPU backend.
     pub fn workspace_bytes(&self) -> usize {
         let bytes = |l: &LoadedForward| l.plan().workspace.total_bytes;
-        self.loaded.as_ref().map_or(0, |l| bytes(&l.main).max(l.unaligned.as_ref().map_or(0, bytes)))
+        self.loaded.as_ref().map_or(0, |l| {
+            bytes(&l.main).max(l.unaligned.as_ref().map_or(0, bytes))
+        })
     }
 
     /// Every kernel that is ready, with its registers, spills and origin: first those of [`Plan::choice`], then those for calls
     /// with unaligned tensors. Empty on the CPU backend.
     pub fn reports(&self) -> Vec<&KernelReport> {
-        let all = self.loaded.iter().flat_map(|l| std::iter::once(&l.main).chain(&l.unaligned));
+        let all = self
+            .loaded
+            .iter()
+            .flat_map(|l| std::iter::once(&l.main).chain(&l.unaligned));
         all.flat_map(LoadedForward::reports).collect()
     }
 
@@ -78,7 +98,12 @@ impl Plan {
     ) -> Result<(), Error> {
         let loaded = self.loaded.as_ref().ok_or(Error::NotOnDevice)?;
         let path = match &loaded.unaligned {
-            Some(unaligned) if inputs.alignment(outputs) == Alignment::Element => unaligned,
+            Some(any)
+                if inputs.alignment(outputs) == Alignment::Element
+                    || !loaded.main.accepts(inputs) =>
+            {
+                any
+            }
             _ => &loaded.main,
         };
         Ok(path.enqueue(stream, inputs, outputs, workspace)?)
@@ -111,11 +136,23 @@ pub struct StepPlan {
 
 impl StepPlan {
     pub(crate) fn cpu(problem: StepProblem) -> StepPlan {
-        StepPlan { problem, choice: Choice::cpu(), loaded: None }
+        StepPlan {
+            problem,
+            choice: Choice::cpu(),
+            loaded: None,
+        }
     }
 
-    pub(crate) fn cuda(problem: StepProblem, loaded: LoadedStep, choice: Choice<StateUpdate>) -> StepPlan {
-        StepPlan { problem, choice, loaded: Some(loaded) }
+    pub(crate) fn cuda(
+        problem: StepProblem,
+        loaded: LoadedStep,
+        choice: Choice<StateUpdate>,
+    ) -> StepPlan {
+        StepPlan {
+            problem,
+            choice,
+            loaded: Some(loaded),
+        }
     }
 
     /// The problem it was made for.
@@ -144,7 +181,11 @@ impl StepPlan {
         inputs: &StepInputs<DeviceTensor>,
         outputs: &StepOutputs<DeviceTensor>,
     ) -> Result<(), Error> {
-        Ok(self.loaded.as_ref().ok_or(Error::NotOnDevice)?.enqueue(stream, inputs, outputs)?)
+        Ok(self
+            .loaded
+            .as_ref()
+            .ok_or(Error::NotOnDevice)?
+            .enqueue(stream, inputs, outputs)?)
     }
 
     /// Computes a step on host tensors and waits for it, on either backend. The state is updated in place.

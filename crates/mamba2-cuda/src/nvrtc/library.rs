@@ -73,10 +73,13 @@ impl NvrtcLibrary {
         let mut tried = Vec::new();
         for candidate in candidates(environment) {
             let opened = match &candidate {
-                Candidate::Name(name) => open_library(Path::new(name)).and_then(|l| NvrtcLibrary::of(l, name, None)),
+                Candidate::Name(name) => {
+                    open_library(Path::new(name)).and_then(|l| NvrtcLibrary::of(l, name, None))
+                }
                 Candidate::File(path) => {
                     let builtins = builtins_beside(path).and_then(|b| open_library(&b).ok());
-                    open_library(path).and_then(|l| NvrtcLibrary::of(l, &path.display().to_string(), builtins))
+                    open_library(path)
+                        .and_then(|l| NvrtcLibrary::of(l, &path.display().to_string(), builtins))
                 }
                 Candidate::Nothing(_) => Err("no libnvrtc.so there".into()),
             };
@@ -101,7 +104,9 @@ impl NvrtcLibrary {
         }
         let mut archs = vec![0 as c_int; count.clamp(0, 4096) as usize];
         // SAFETY: NVRTC writes as many integers as it has just said, and the vector has that many.
-        if !archs.is_empty() && unsafe { (functions.supported_archs)(archs.as_mut_ptr()) } != SUCCESS {
+        if !archs.is_empty()
+            && unsafe { (functions.supported_archs)(archs.as_mut_ptr()) } != SUCCESS
+        {
             return Err("nvrtcGetSupportedArchs failed".into());
         }
         // A bare name says nothing about where the library is; the process map does.
@@ -112,7 +117,10 @@ impl NvrtcLibrary {
         Ok(NvrtcLibrary {
             functions,
             path: path.display().to_string(),
-            version: NvrtcVersion { major: major as u32, minor: minor as u32 },
+            version: NvrtcVersion {
+                major: major as u32,
+                minor: minor as u32,
+            },
             supported: archs.into_iter().map(|a| a as u32).collect(),
             _library: library,
             _builtins: builtins,
@@ -126,13 +134,24 @@ impl NvrtcLibrary {
             format!("error {status}")
         } else {
             // SAFETY: not null, and a static NUL-terminated string by NVRTC's documentation.
-            unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+            unsafe { CStr::from_ptr(text) }
+                .to_string_lossy()
+                .into_owned()
         };
-        CudaError::Nvrtc { call, text, version: self.version.to_string(), path: self.path.clone() }
+        CudaError::Nvrtc {
+            call,
+            text,
+            version: self.version.to_string(),
+            path: self.path.clone(),
+        }
     }
 
     fn check(&self, call: &'static str, status: Status) -> Result<(), CudaError> {
-        if status == SUCCESS { Ok(()) } else { Err(self.error(call, status)) }
+        if status == SUCCESS {
+            Ok(())
+        } else {
+            Err(self.error(call, status))
+        }
     }
 
     /// Compiles one program. Headers are `(name of inclusion, text)`.
@@ -152,13 +171,29 @@ impl NvrtcLibrary {
             })
         };
         let (name, source) = (text(source_name)?, text(source)?);
-        let names = headers.iter().map(|h| text(h.0)).collect::<Result<Vec<_>, _>>()?;
-        let bodies = headers.iter().map(|h| text(h.1)).collect::<Result<Vec<_>, _>>()?;
-        let options = options.iter().map(|o| text(o)).collect::<Result<Vec<_>, _>>()?;
+        let names = headers
+            .iter()
+            .map(|h| text(h.0))
+            .collect::<Result<Vec<_>, _>>()?;
+        let bodies = headers
+            .iter()
+            .map(|h| text(h.1))
+            .collect::<Result<Vec<_>, _>>()?;
+        let options = options
+            .iter()
+            .map(|o| text(o))
+            .collect::<Result<Vec<_>, _>>()?;
         let pointers = |v: &[CString]| v.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
-        let (names, bodies, options) = ((pointers(&names), names), (pointers(&bodies), bodies), (pointers(&options), options));
+        let (names, bodies, options) = (
+            (pointers(&names), names),
+            (pointers(&bodies), bodies),
+            (pointers(&options), options),
+        );
 
-        let mut program = Program { library: self, raw: std::ptr::null_mut() };
+        let mut program = Program {
+            library: self,
+            raw: std::ptr::null_mut(),
+        };
         // SAFETY: every pointer is to a NUL-terminated string that outlives the call, and the counts are their numbers.
         let status = unsafe {
             (self.functions.create_program)(
@@ -172,22 +207,48 @@ impl NvrtcLibrary {
         };
         self.check("nvrtcCreateProgram", status)?;
         // SAFETY: the program was just created, the options are NUL-terminated strings that outlive the call.
-        let status =
-            unsafe { (self.functions.compile_program)(program.raw, options.0.len() as c_int, options.0.as_ptr()) };
-        let log = program.text("nvrtcGetProgramLog", self.functions.program_log_size, self.functions.program_log)?;
-        let log = String::from_utf8_lossy(&log).trim_end_matches(['\0', '\n']).to_string();
+        let status = unsafe {
+            (self.functions.compile_program)(
+                program.raw,
+                options.0.len() as c_int,
+                options.0.as_ptr(),
+            )
+        };
+        let log = program.text(
+            "nvrtcGetProgramLog",
+            self.functions.program_log_size,
+            self.functions.program_log,
+        )?;
+        let log = String::from_utf8_lossy(&log)
+            .trim_end_matches(['\0', '\n'])
+            .to_string();
         match status {
             SUCCESS => {
-                let cubin = program.text("nvrtcGetCUBIN", self.functions.cubin_size, self.functions.cubin)?;
+                let cubin = program.text(
+                    "nvrtcGetCUBIN",
+                    self.functions.cubin_size,
+                    self.functions.cubin,
+                )?;
                 Ok(Outcome::Compiled { cubin, log })
             }
             ERROR_COMPILATION => Ok(Outcome::Refused { log }),
             other => {
-                let CudaError::Nvrtc { call, text, version, path } = self.error("nvrtcCompileProgram", other) else {
+                let CudaError::Nvrtc {
+                    call,
+                    text,
+                    version,
+                    path,
+                } = self.error("nvrtcCompileProgram", other)
+                else {
                     return Ok(Outcome::Refused { log });
                 };
                 // The log says what the number does not: an unknown option by name, a builtins library not found.
-                Err(CudaError::Nvrtc { call, text: format!("{text}\n{log}\n"), version, path })
+                Err(CudaError::Nvrtc {
+                    call,
+                    text: format!("{text}\n{log}\n"),
+                    version,
+                    path,
+                })
             }
         }
     }
@@ -206,11 +267,13 @@ impl Program<'_> {
     fn text(&self, call: &'static str, size_of: Sizer, get: Getter) -> Result<Vec<u8>, CudaError> {
         let mut size = 0usize;
         // SAFETY: the program is live, the pointer is to a live integer.
-        self.library.check(call, unsafe { size_of(self.raw, &mut size) })?;
+        self.library
+            .check(call, unsafe { size_of(self.raw, &mut size) })?;
         let mut bytes = vec![0u8; size];
         if size > 0 {
             // SAFETY: NVRTC writes exactly the number of bytes it has just said, and the vector has that many.
-            self.library.check(call, unsafe { get(self.raw, bytes.as_mut_ptr().cast()) })?;
+            self.library
+                .check(call, unsafe { get(self.raw, bytes.as_mut_ptr().cast()) })?;
         }
         Ok(bytes)
     }

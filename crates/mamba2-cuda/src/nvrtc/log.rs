@@ -71,6 +71,9 @@ mod tests {
     #[test]
     fn a_log_without_a_report_gives_nothing() {
         assert_eq!(Resources::from_log(""), None);
-        assert_eq!(Resources::from_log("warning: variable was declared but never referenced"), None);
+        assert_eq!(
+            Resources::from_log("warning: variable was declared but never referenced"),
+            None
+        );
     }
 }

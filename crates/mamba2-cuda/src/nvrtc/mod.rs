@@ -44,7 +44,11 @@ impl CompileOptions {
     /// No fast-math: it would flush denormals and approximate the divisions of softplus and silu. No precompiled headers:
     /// parallel processes race on their directory.
     pub fn to_list(self) -> Vec<String> {
-        let mut options = vec!["--device-as-default-execution-space", "--ptxas-options=-v", "--std=c++17"];
+        let mut options = vec![
+            "--device-as-default-execution-space",
+            "--ptxas-options=-v",
+            "--std=c++17",
+        ];
         if self.lineinfo {
             options.push("--generate-line-info");
         }
@@ -88,7 +92,9 @@ impl Nvrtc {
     }
 
     pub(crate) fn load_in(environment: &Environment) -> Result<Nvrtc, CudaError> {
-        Ok(Nvrtc { library: Arc::new(NvrtcLibrary::open(environment)?) })
+        Ok(Nvrtc {
+            library: Arc::new(NvrtcLibrary::open(environment)?),
+        })
     }
 
     /// Version of the library.
@@ -132,14 +138,27 @@ impl Nvrtc {
     ///
     /// # Errors
     /// As [`Nvrtc::compile`].
-    pub fn compile_with(&self, rendered: &Rendered, arch: Arch, options: CompileOptions) -> Result<Compiled, CudaError> {
+    pub fn compile_with(
+        &self,
+        rendered: &Rendered,
+        arch: Arch,
+        options: CompileOptions,
+    ) -> Result<Compiled, CudaError> {
         let target = self.target_for(arch)?;
         let mut list = options.to_list();
         list.insert(0, format!("--gpu-architecture={}", target.nvrtc_name()));
-        match self.library.compile(rendered.source_name, rendered.source, &rendered.headers(), &list)? {
-            Outcome::Compiled { cubin, log } => {
-                Ok(Compiled { cubin, resources: Resources::from_log(&log), log, target })
-            }
+        match self.library.compile(
+            rendered.source_name,
+            rendered.source,
+            &rendered.headers(),
+            &list,
+        )? {
+            Outcome::Compiled { cubin, log } => Ok(Compiled {
+                cubin,
+                resources: Resources::from_log(&log),
+                log,
+                target,
+            }),
             Outcome::Refused { log } => Err(CudaError::Compile {
                 kernel: rendered.entry.into(),
                 source_name: rendered.source_name.into(),
@@ -156,7 +175,11 @@ impl Nvrtc {
     /// [`CudaError::Gate`] with the fault and the log, or whatever [`Nvrtc::compile`] refuses.
     pub fn compile_gate(&self, rendered: &Rendered, arch: Arch) -> Result<Compiled, CudaError> {
         let compiled = self.compile(rendered, arch)?;
-        match gate_fault(compiled.resources, &rendered.launch, arch.shared_memory_optin_bytes()) {
+        match gate_fault(
+            compiled.resources,
+            &rendered.launch,
+            arch.shared_memory_optin_bytes(),
+        ) {
             None => Ok(compiled),
             Some(fault) => Err(CudaError::Gate {
                 kernel: format!("{} on {}", rendered.entry, compiled.target),
@@ -195,8 +218,12 @@ pub fn gate_fault(
     }
     // Registers are given to warps in units of 256, that is 8 a thread.
     let registers = r.registers.next_multiple_of(8) * launch.threads;
-    (registers > REGISTERS)
-        .then(|| format!("{} registers a thread times {} threads: expected at most {REGISTERS}", r.registers, launch.threads))
+    (registers > REGISTERS).then(|| {
+        format!(
+            "{} registers a thread times {} threads: expected at most {REGISTERS}",
+            r.registers, launch.threads
+        )
+    })
 }
 
 fn choose_target(arch: Arch, supported: &[u32]) -> Result<Arch, &'static str> {
@@ -204,10 +231,16 @@ fn choose_target(arch: Arch, supported: &[u32]) -> Result<Arch, &'static str> {
         return Ok(arch);
     }
     // Not across sm_90a: architecture-specific code runs on that very architecture only.
-    let compatible = supported.iter().copied().filter(|s| s / 10 == arch.0 / 10 && *s < arch.0 && *s != 90).max();
+    let compatible = supported
+        .iter()
+        .copied()
+        .filter(|s| s / 10 == arch.0 / 10 && *s < arch.0 && *s != 90)
+        .max();
     match (compatible, supported.iter().min()) {
         (Some(target), _) => Ok(Arch(target)),
-        (None, Some(oldest)) if arch.0 < *oldest => Err("the GPU is too old for this NVRTC: an older NVRTC would do"),
+        (None, Some(oldest)) if arch.0 < *oldest => {
+            Err("the GPU is too old for this NVRTC: an older NVRTC would do")
+        }
         _ => Err("this NVRTC is too old for the GPU: install a newer one"),
     }
 }
@@ -217,7 +250,10 @@ pub(crate) fn loaded_library_path(stem: &str) -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     maps.lines()
         .filter_map(|line| line.find('/').map(|at| PathBuf::from(&line[at..])))
-        .find(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(stem)))
+        .find(|path| {
+            path.file_name()
+                .is_some_and(|name| name.to_string_lossy().starts_with(stem))
+        })
 }
 
 #[cfg(test)]
@@ -238,9 +274,20 @@ mod tests {
     #[test]
     fn i4_an_architecture_without_a_relative_names_the_side_that_is_too_old() {
         let supported = [80, 86, 90];
-        assert!(choose_target(Arch(35), &supported).expect_err("too old").contains("GPU is too old"));
-        assert!(choose_target(Arch(121), &supported).expect_err("too new").contains("NVRTC is too old"));
-        assert!(choose_target(Arch(91), &supported).is_err(), "sm_90a code runs on 9.0 only");
+        assert!(
+            choose_target(Arch(35), &supported)
+                .expect_err("too old")
+                .contains("GPU is too old")
+        );
+        assert!(
+            choose_target(Arch(121), &supported)
+                .expect_err("too new")
+                .contains("NVRTC is too old")
+        );
+        assert!(
+            choose_target(Arch(91), &supported).is_err(),
+            "sm_90a code runs on 9.0 only"
+        );
     }
 
     #[test]
@@ -248,20 +295,51 @@ mod tests {
         for lineinfo in [false, true] {
             let list = CompileOptions { lineinfo }.to_list();
             assert!(list.is_sorted(), "{list:?}");
-            assert!(list.iter().all(|o| !o.contains('/') && !o.contains("fast")), "{list:?}");
+            assert!(
+                list.iter().all(|o| !o.contains('/') && !o.contains("fast")),
+                "{list:?}"
+            );
         }
     }
 
     #[test]
     fn the_gate_refuses_spills_shared_memory_and_register_overflow() {
-        let launch = KernelLaunch { kernel: Kernel::ComputeOut, grid: 1, threads: 256, smem_bytes: 90 * 1024, work_items: 1 };
-        let good = Resources { registers: 255, shared_bytes: 1024, ..Default::default() };
+        let launch = KernelLaunch {
+            kernel: Kernel::ComputeOut,
+            grid: 1,
+            threads: 256,
+            smem_bytes: 90 * 1024,
+            work_items: 1,
+        };
+        let good = Resources {
+            registers: 255,
+            shared_bytes: 1024,
+            ..Default::default()
+        };
         assert_eq!(gate_fault(Some(good), &launch, 99 * 1024), None);
         assert!(gate_fault(None, &launch, 99 * 1024).is_some());
-        let spill = Resources { spill_load_bytes: 4, ..good };
-        assert!(gate_fault(Some(spill), &launch, 99 * 1024).expect("fault").contains("spill"));
-        assert!(gate_fault(Some(good), &launch, 90 * 1024).expect("fault").contains("shared memory"));
-        let wide = KernelLaunch { threads: 288, ..launch };
-        assert!(gate_fault(Some(good), &wide, 99 * 1024).expect("fault").contains("registers"));
+        let spill = Resources {
+            spill_load_bytes: 4,
+            ..good
+        };
+        assert!(
+            gate_fault(Some(spill), &launch, 99 * 1024)
+                .expect("fault")
+                .contains("spill")
+        );
+        assert!(
+            gate_fault(Some(good), &launch, 90 * 1024)
+                .expect("fault")
+                .contains("shared memory")
+        );
+        let wide = KernelLaunch {
+            threads: 288,
+            ..launch
+        };
+        assert!(
+            gate_fault(Some(good), &wide, 99 * 1024)
+                .expect("fault")
+                .contains("registers")
+        );
     }
 }

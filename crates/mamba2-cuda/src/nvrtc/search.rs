@@ -5,7 +5,12 @@ use std::path::{Path, PathBuf};
 use crate::environment::Environment;
 
 /// Names for the system loader, newest first. Runtime images ship only the versioned file.
-pub(crate) const LOADER_NAMES: [&str; 4] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so"];
+pub(crate) const LOADER_NAMES: [&str; 4] = [
+    "libnvrtc.so.13",
+    "libnvrtc.so.12",
+    "libnvrtc.so.11.2",
+    "libnvrtc.so",
+];
 
 /// One step of the search.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,7 +35,11 @@ impl Candidate {
 /// Every candidate, in the documented order.
 pub(crate) fn candidates(environment: &Environment) -> Vec<Candidate> {
     if let Some(path) = &environment.nvrtc_path {
-        return vec![if path.is_dir() { in_directory(path.clone()) } else { Candidate::File(path.clone()) }];
+        return vec![if path.is_dir() {
+            in_directory(path.clone())
+        } else {
+            Candidate::File(path.clone())
+        }];
     }
     let mut all: Vec<Candidate> = LOADER_NAMES.into_iter().map(Candidate::Name).collect();
     let mut directories = Vec::new();
@@ -64,28 +73,44 @@ fn python_sites(environment: &Environment) -> Vec<PathBuf> {
             .collect();
         pythons.sort();
         for python in pythons.into_iter().rev() {
-            sites.extend(["site-packages", "dist-packages"].map(|d| python.join(d)).into_iter().filter(|d| d.is_dir()));
+            sites.extend(
+                ["site-packages", "dist-packages"]
+                    .map(|d| python.join(d))
+                    .into_iter()
+                    .filter(|d| d.is_dir()),
+            );
         }
     }
     sites
 }
 
 fn file_names(directory: &Path) -> Vec<String> {
-    let Ok(entries) = std::fs::read_dir(directory) else { return Vec::new() };
-    entries.filter_map(|e| e.ok()?.file_name().into_string().ok()).collect()
+    let Ok(entries) = std::fs::read_dir(directory) else {
+        return Vec::new();
+    };
+    entries
+        .filter_map(|e| e.ok()?.file_name().into_string().ok())
+        .collect()
 }
 
 /// Numbers of `libnvrtc.so.13.0.88` as [13, 0, 88]; the bare name sorts below every version.
 fn version_of(name: &str, stem: &str) -> Option<Vec<u32>> {
     match name.strip_prefix(stem)? {
         "" => Some(Vec::new()),
-        rest => rest.strip_prefix('.')?.split('.').map(|n| n.parse().ok()).collect(),
+        rest => rest
+            .strip_prefix('.')?
+            .split('.')
+            .map(|n| n.parse().ok())
+            .collect(),
     }
 }
 
 fn newest(directory: &Path, stem: &str) -> Option<PathBuf> {
     let names = file_names(directory);
-    let best = names.iter().filter_map(|n| Some((version_of(n, stem)?, n))).max()?;
+    let best = names
+        .iter()
+        .filter_map(|n| Some((version_of(n, stem)?, n)))
+        .max()?;
     Some(directory.join(best.1))
 }
 
@@ -119,22 +144,43 @@ mod tests {
             cuda_roots: vec!["/somewhere".into()],
             ..Default::default()
         };
-        assert_eq!(candidates(&environment), [Candidate::Nothing(dir.path().to_path_buf())]);
+        assert_eq!(
+            candidates(&environment),
+            [Candidate::Nothing(dir.path().to_path_buf())]
+        );
         touch(&dir.path().join("libnvrtc.so.12"));
-        assert_eq!(candidates(&environment), [Candidate::File(dir.path().join("libnvrtc.so.12"))]);
+        assert_eq!(
+            candidates(&environment),
+            [Candidate::File(dir.path().join("libnvrtc.so.12"))]
+        );
     }
 
     #[test]
     fn i1_versioned_file_without_the_bare_name_is_found_and_the_newest_wins() {
         let dir = tempfile::tempdir().expect("tempdir");
         let lib = dir.path().join("lib64");
-        for name in ["libnvrtc.so.9", "libnvrtc.so.13", "libnvrtc.so.12.8.93", "libnvrtc.alt.so.14", "libnvrtc-builtins.so.13.0"] {
+        for name in [
+            "libnvrtc.so.9",
+            "libnvrtc.so.13",
+            "libnvrtc.so.12.8.93",
+            "libnvrtc.alt.so.14",
+            "libnvrtc-builtins.so.13.0",
+        ] {
             touch(&lib.join(name));
         }
-        let environment = Environment { cuda_roots: vec![dir.path().to_path_buf()], ..Default::default() };
+        let environment = Environment {
+            cuda_roots: vec![dir.path().to_path_buf()],
+            ..Default::default()
+        };
         let found = candidates(&environment);
-        assert_eq!(found[LOADER_NAMES.len()], Candidate::File(lib.join("libnvrtc.so.13")));
-        assert_eq!(builtins_beside(&lib.join("libnvrtc.so.13")), Some(lib.join("libnvrtc-builtins.so.13.0")));
+        assert_eq!(
+            found[LOADER_NAMES.len()],
+            Candidate::File(lib.join("libnvrtc.so.13"))
+        );
+        assert_eq!(
+            builtins_beside(&lib.join("libnvrtc.so.13")),
+            Some(lib.join("libnvrtc-builtins.so.13.0"))
+        );
     }
 
     #[test]
@@ -143,9 +189,14 @@ mod tests {
         let site = dir.path().join("lib/python3.12/site-packages/nvidia");
         touch(&site.join("cuda_nvrtc/lib/libnvrtc.so.12"));
         touch(&site.join("cu13/lib/libnvrtc.so.13"));
-        let environment = Environment { python_roots: vec![dir.path().to_path_buf()], ..Default::default() };
-        let files: Vec<Candidate> =
-            candidates(&environment).into_iter().filter(|c| matches!(c, Candidate::File(p) if p.starts_with(dir.path()))).collect();
+        let environment = Environment {
+            python_roots: vec![dir.path().to_path_buf()],
+            ..Default::default()
+        };
+        let files: Vec<Candidate> = candidates(&environment)
+            .into_iter()
+            .filter(|c| matches!(c, Candidate::File(p) if p.starts_with(dir.path())))
+            .collect();
         assert_eq!(
             files,
             [
@@ -161,8 +212,12 @@ mod tests {
         let wheel = dir.path().join("nvrtc/nvidia/cu13/lib/libnvrtc.so.13");
         touch(&wheel);
         let search = || {
-            let cargo_target = crate::environment::target_directory(&dir.path().join("debug/deps/test"));
-            candidates(&Environment { cargo_target, ..Default::default() })
+            let cargo_target =
+                crate::environment::target_directory(&dir.path().join("debug/deps/test"));
+            candidates(&Environment {
+                cargo_target,
+                ..Default::default()
+            })
         };
         assert!(!search().contains(&Candidate::File(wheel.clone())));
         touch(&dir.path().join("CACHEDIR.TAG"));

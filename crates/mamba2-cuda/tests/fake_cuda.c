@@ -1,0 +1,118 @@
+// A CUDA driver without a GPU, for tests: device memory is host memory, kernels do nothing, every call is written down.
+// Compiled by tests/fake_driver.rs. Definitions given on the command line change what it plays:
+//   OMIT_GRAPHS      lacks cuGraphInstantiateWithFlags, as an old driver does
+//   INIT_STATUS=n    cuInit fails with n (34: stub library, 100: no device)
+//   MAJOR, MINOR     compute capability
+//   DEVICES          number of devices
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef INIT_STATUS
+#define INIT_STATUS 0
+#endif
+#ifndef MAJOR
+#define MAJOR 9
+#endif
+#ifndef MINOR
+#define MINOR 0
+#endif
+#ifndef DEVICES
+#define DEVICES 2
+#endif
+
+typedef unsigned long long Address;
+typedef void* Handle;
+
+static char log_text[1 << 16];
+static size_t log_length;
+static Handle stack[64];
+static int depth;
+static int capturing;
+
+static int note(const char* call) {
+  size_t n = strlen(call);
+  if (log_length + n + 2 < sizeof log_text) {
+    memcpy(log_text + log_length, call, n);
+    log_length += n;
+    log_text[log_length++] = ' ';
+    log_text[log_length] = 0;
+  }
+  return 0;
+}
+#define NOTE note(__func__)
+
+// For the tests.
+const char* fake_log(void) { return log_text; }
+void fake_reset(void) { log_length = 0; log_text[0] = 0; }
+int fake_depth(void) { return depth; }
+
+int cuInit(unsigned flags) { return INIT_STATUS; }
+int cuDriverGetVersion(int* v) { *v = 12040; return 0; }
+int cuGetErrorString(int e, const char** s) { *s = e == 34 ? "CUDA driver is a stub library" : "made up by the test"; return 0; }
+int cuDeviceGetCount(int* n) { *n = DEVICES; return 0; }
+int cuDeviceGet(int* d, int ordinal) { *d = ordinal; return ordinal < DEVICES ? 0 : 101; }
+int cuDeviceGetName(char* s, int n, int d) { snprintf(s, n, "Fake %d", d); return 0; }
+int cuDeviceGetPCIBusId(char* s, int n, int d) { snprintf(s, n, "0000:0%d:00.0", d); return 0; }
+int cuDeviceGetUuid_v2(char* u, int d) { memset(u, d, 16); return 0; }
+int cuDeviceGetAttribute(int* v, int which, int d) {
+  switch (which) {
+    case 75: *v = MAJOR; break;
+    case 76: *v = MINOR; break;
+    case 16: *v = 132; break;
+    case 97: *v = 227 * 1024; break;
+    case 38: *v = 50 << 20; break;
+    default: *v = 0;
+  }
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(Handle* c, int d) { *c = (Handle)(size_t)(0x1000 + d); return NOTE; }
+int cuDevicePrimaryCtxRelease_v2(int d) { return NOTE; }
+int cuCtxPushCurrent_v2(Handle c) { stack[depth++] = c; return NOTE; }
+int cuCtxPopCurrent_v2(Handle* c) { *c = stack[--depth]; return NOTE; }
+int cuMemAlloc_v2(Address* p, size_t n) {
+  NOTE;
+  if (n > (size_t)1 << 36) return 2;
+  *p = (Address)(size_t)aligned_alloc(512, (n + 511) / 512 * 512);
+  return 0;
+}
+int cuMemFree_v2(Address p) { free((void*)(size_t)p); return NOTE; }
+int cuMemGetInfo_v2(size_t* f, size_t* t) { *f = *t = (size_t)1 << 36; return 0; }
+int cuMemcpyHtoD_v2(Address d, const void* s, size_t n) { memcpy((void*)(size_t)d, s, n); return NOTE; }
+int cuMemcpyDtoH_v2(void* d, Address s, size_t n) { memcpy(d, (void*)(size_t)s, n); return NOTE; }
+int cuMemcpyDtoDAsync_v2(Address d, Address s, size_t n, Handle st) { memcpy((void*)(size_t)d, (void*)(size_t)s, n); return NOTE; }
+int cuMemsetD8Async(Address d, unsigned char v, size_t n, Handle st) { memset((void*)(size_t)d, v, n); return NOTE; }
+int cuModuleLoadData(Handle* m, const void* image) {
+  NOTE;
+  if (memcmp(image, "refuse", 6) == 0) return 209;
+  *m = (Handle)0x2000;
+  return 0;
+}
+int cuModuleUnload(Handle m) { return NOTE; }
+int cuModuleGetFunction(Handle* f, Handle m, const char* name) { *f = (Handle)0x3000; return NOTE; }
+int cuFuncGetAttribute(int* v, int a, Handle f) { *v = 0; return NOTE; }
+int cuFuncSetAttribute(Handle f, int a, int v) { return NOTE; }
+int cuLaunchKernel(Handle f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Handle s, void** p, void** e) { return NOTE; }
+int cuTensorMapEncodeTiled(void* map, int dtype, unsigned rank, void* address, const unsigned long long* dims, const unsigned long long* strides, const unsigned* box, const unsigned* steps, int i, int s, int l, int f) {
+  for (unsigned axis = 0; axis + 1 < rank; ++axis)
+    if (strides[axis] == 0 || strides[axis] % 16 || strides[axis] >> 40) return 1;
+  return (size_t)address % 16 ? 1 : 0;
+}
+int cuStreamCreate(Handle* s, unsigned flags) { *s = (Handle)0x4000; return NOTE; }
+int cuStreamDestroy_v2(Handle s) { return NOTE; }
+int cuStreamSynchronize(Handle s) { NOTE; return capturing ? 900 : 0; }
+int cuStreamWaitEvent(Handle s, Handle e, unsigned f) { return NOTE; }
+int cuStreamBeginCapture_v2(Handle s, int mode) { capturing = 1; return NOTE; }
+int cuStreamEndCapture(Handle s, Handle* g) { capturing = 0; *g = (Handle)0x5000; return NOTE; }
+int cuGraphDestroy(Handle g) { return NOTE; }
+#ifndef OMIT_GRAPHS
+int cuGraphInstantiateWithFlags(Handle* x, Handle g, unsigned long long f) { *x = (Handle)0x6000; return NOTE; }
+#endif
+int cuGraphLaunch(Handle x, Handle s) { return NOTE; }
+int cuGraphExecDestroy(Handle x) { return NOTE; }
+int cuEventCreate(Handle* e, unsigned f) { *e = (Handle)0x7000; return NOTE; }
+int cuEventDestroy_v2(Handle e) { return NOTE; }
+int cuEventRecord(Handle e, Handle s) { return NOTE; }
+int cuEventSynchronize(Handle e) { return NOTE; }
+int cuEventQuery(Handle e) { return 600; }
+int cuEventElapsedTime(float* ms, Handle a, Handle b) { *ms = 0.25f; return NOTE; }
