@@ -45,9 +45,8 @@ pub enum Command {
     /// Serve one tuner over standard input and output.
     #[command(hide = true, name = "tune-worker")]
     TuneWorker {
-        /// Device the worker owns.
-        #[arg(long, default_value_t = 0)]
-        device: usize,
+        /// What the worker is for.
+        role: String,
     },
 }
 
@@ -182,7 +181,7 @@ Examples:
 
 Interrupted? Run it again: every timing is stored as soon as it is known.")]
 pub struct TuneArgs {
-    /// A shape to tune (see `mamba2 bench --help`); may be given more than once.
+    /// A shape to tune (see `mamba2 bench --help`), or step:b=64,h=80,p=64,g=1,n=128; may be given more than once.
     #[arg(long, value_name = "SHAPE", required_unless_present = "shapes")]
     pub shape: Vec<String>,
     /// A TOML list of shapes.
@@ -191,12 +190,12 @@ pub struct TuneArgs {
     /// Tune only part I of N of the list, I from 0. Taken from Slurm, Kubernetes or torchrun if they say so.
     #[arg(long, value_name = "I/N")]
     pub shard: Option<String>,
-    /// Skip what is stored already (shapes that are done; candidates of the others are never measured twice).
+    /// Skip shapes whose record is up to date. Candidates of the others are never measured twice, with or without.
     #[arg(long)]
     pub resume: bool,
-    /// CUDA device ordinal.
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub device: usize,
+    /// CUDA device ordinal; may be given more than once. All visible GPUs like the first one if not given.
+    #[arg(long, value_name = "N")]
+    pub device: Vec<usize>,
     /// Write a self-contained HTML report.
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
@@ -296,7 +295,7 @@ Examples:
   mamba2 db list
   mamba2 db export -o h200.json          then, elsewhere:   mamba2 db import h200.json
   mamba2 db merge shard-*.json
-  mamba2 db bundle -o h200.bundle        records and compiled kernels, for hosts without NVRTC")]
+  mamba2 db bundle -o h200.mamba2bundle  records and compiled kernels, for hosts without NVRTC")]
 pub struct DbArgs {
     #[command(subcommand)]
     pub command: DbCommand,
@@ -308,34 +307,42 @@ pub struct DbArgs {
 #[derive(Subcommand)]
 pub enum DbCommand {
     /// One line per record.
-    List,
-    /// One record with its evidence.
+    List {
+        /// Only keys that hold all of these name=value pairs, as in h=8,n=128.
+        #[arg(long, value_name = "K=V,...", default_value = "")]
+        filter: String,
+    },
+    /// A record, its evidence, and everything measured beside it.
     Show {
-        /// Key, or the start of one, as `db list` prints it.
+        /// Key, as `db list` prints it.
         key: String,
     },
-    /// Write all local records to a text file.
+    /// Write local records to a text file, or to a folder with one file per kind of GPU.
     Export {
-        /// The file.
-        #[arg(short, long, value_name = "FILE")]
+        /// The file, or an existing folder.
+        #[arg(short, long, value_name = "PATH")]
         output: PathBuf,
+        /// As for list.
+        #[arg(long, value_name = "K=V,...", default_value = "")]
+        filter: String,
     },
-    /// Add the records of a text file or of a bundle.
+    /// Add the records of a text file, or a bundle.
     Import {
         /// The file.
         file: PathBuf,
     },
-    /// Add the records of several shards; the faster of two records for one key wins.
+    /// Add the results of other cache directories or exported files (the shards of a job); of two records the better
+    /// measured one stays.
     Merge {
-        /// Exported files.
+        /// Cache directories, exported files, bundles.
         #[arg(required = true)]
-        files: Vec<PathBuf>,
+        sources: Vec<PathBuf>,
     },
-    /// Compare two exported files, or the local store with one.
+    /// Compare two files, or a file with the local records.
     Diff {
         /// First file.
         left: PathBuf,
-        /// Second file; the local store if not given.
+        /// Second file; the local records if not given.
         right: Option<PathBuf>,
     },
     /// Check every record against today's rules; exit 1 if one is bad.

@@ -1,18 +1,15 @@
 //! `mamba2 db`: the tuning records of this machine. No command here needs a GPU.
 
-use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use mamba2::{CUBIN_DIRECTORY, CacheDir, CubinCache};
-use mamba2_tunedb::{
-    Bundle, DEFAULT_WAIT, Environment, LocalDb, Record, Shipped, TextRecords, TuneDbError, validate, write_text,
-};
+use mamba2_tunedb::ops::{self, Difference, ImportReport, PrunePolicy};
+use mamba2_tunedb::{Bundle, DEFAULT_WAIT, Environment, LocalDb, Record, Shipped, TuneDbError, TuneKey, validate, write_text};
 use serde_json::{Value, json};
 
 use crate::cli::{DbArgs, DbCommand};
 use crate::error::CliError;
 use crate::print;
-use crate::tensor_file::write_whole;
 
 impl From<TuneDbError> for CliError {
     fn from(error: TuneDbError) -> CliError {
@@ -24,11 +21,11 @@ impl From<TuneDbError> for CliError {
 pub fn run(args: &DbArgs) -> Result<(), CliError> {
     let db = Db { cache: CacheDir::decide(&Environment::from_process()), json: args.json };
     match &args.command {
-        DbCommand::List => db.list(),
+        DbCommand::List { filter } => db.list(filter),
         DbCommand::Show { key } => db.show(key),
-        DbCommand::Export { output } => db.export(output),
-        DbCommand::Import { file } => db.import(file),
-        DbCommand::Merge { files } => db.merge(files.iter().map(AsRef::as_ref)),
+        DbCommand::Export { output, filter } => db.export(output, filter),
+        DbCommand::Import { file } => db.report_import(&ops::import(&db.local()?, file, DEFAULT_WAIT)?),
+        DbCommand::Merge { sources } => db.merge(sources),
         DbCommand::Diff { left, right } => db.diff(left, right.as_deref()),
         DbCommand::Verify => db.verify(),
         DbCommand::Prune => db.prune(),
@@ -54,197 +51,180 @@ impl Db {
 
     /// Records tuned or imported here; none where there is no cache directory.
     fn local_records(&self) -> Result<Vec<Record>, CliError> {
-        if self.cache.path.is_none() {
-            return Ok(Vec::new());
-        }
-        match self.local()?.snapshot()? {
-            Some(snapshot) => Ok(snapshot.records().collect::<Result<_, _>>()?),
+        match &self.cache.path {
+            Some(_) => Ok(ops::list(&self.local()?)?),
             None => Ok(Vec::new()),
         }
     }
 
-    fn all_records(&self) -> Result<Vec<(&'static str, Record)>, CliError> {
-        let mut all: Vec<(&'static str, Record)> = self.local_records()?.into_iter().map(|r| ("local", r)).collect();
-        for record in Shipped::embedded().records() {
-            all.push(("shipped", record?));
+    fn list(&self, filter: &str) -> Result<(), CliError> {
+        let shipped = Shipped::embedded().records().collect::<Result<Vec<_>, _>>()?;
+        let mut rows = Vec::new();
+        let mut lines = Vec::new();
+        for (origin, records) in [("local", self.local_records()?), ("shipped", shipped)] {
+            for r in ops::select(records, filter) {
+                lines.push(format!("{origin:<8} {:>10.2} us  {}", r.evidence.median_us, r.key));
+                rows.push(json!({
+                    "origin": origin, "key": r.key, "config": r.config, "median_us": r.evidence.median_us,
+                    "default_median_us": r.evidence.default_median_us, "gpu": r.evidence.gpu,
+                }));
+            }
         }
-        Ok(all)
-    }
-
-    fn list(&self) -> Result<(), CliError> {
-        let records = self.all_records()?;
-        let line = |(origin, r): &(&str, Record)| format!("{origin:<8} {:>10.2} us  {}  {}", r.evidence.median_us, r.key, r.evidence.gpu);
-        let mut lines: Vec<String> = records.iter().map(line).collect();
         if lines.is_empty() {
             lines.push("no records; `mamba2 tune` makes some, `mamba2 db import` brings some".into());
-        }
-        let rows = records.iter().map(|(origin, r)| {
-            json!({
-                "origin": origin, "key": r.key, "config": r.config, "median_us": r.evidence.median_us, "gpu": r.evidence.gpu,
-            })
-        });
-        self.say(&lines.join("\n"), &rows.collect())
-    }
-
-    fn show(&self, wanted: &str) -> Result<(), CliError> {
-        let mut found: Vec<(&str, Record)> =
-            self.all_records()?.into_iter().filter(|(_, r)| r.key.to_string().starts_with(wanted)).collect();
-        if found.is_empty() {
-            return Err(CliError::Usage(format!("no record has a key that starts with {wanted:?}; see `mamba2 db list`")));
-        }
-        let rows: Vec<Value> = found.drain(..).map(|(origin, r)| json!({ "origin": origin, "record": r })).collect();
-        // A record is named data; JSON is how people read it too.
-        print::json(&rows.into_iter().collect())
-    }
-
-    fn export(&self, output: &Path) -> Result<(), CliError> {
-        let records = self.local_records()?;
-        let count = records.len();
-        write_whole(output, write_text(records)?.as_bytes())?;
-        self.say(&format!("wrote {count} records to {}", output.display()), &json!({ "records": count, "file": output }))
-    }
-
-    fn import(&self, file: &Path) -> Result<(), CliError> {
-        let mut start = [0u8; 8];
-        let read = std::fs::File::open(file).and_then(|mut f| std::io::Read::read(&mut f, &mut start));
-        read.map_err(CliError::io(file, "read"))?;
-        // Records are JSON text; a bundle is not.
-        if start[0] == b'{' || start[0] == b'[' {
-            return self.merge([file].into_iter());
-        }
-        let path = Bundle::import(file, &self.local()?.bundles_path())?;
-        let bundle = Bundle::open(&path)?;
-        let m = bundle.manifest();
-        self.say(
-            &format!("imported a bundle of {} records and {} kernels as {}", m.records, m.cubins, path.display()),
-            &json!({ "bundle": path, "records": m.records, "kernels": m.cubins, "digest": bundle.digest() }),
-        )
-    }
-
-    /// All files are read and checked before anything is written.
-    fn merge<'a>(&self, files: impl Iterator<Item = &'a Path>) -> Result<(), CliError> {
-        let mut records = Vec::new();
-        for file in files {
-            for record in read_text(file)? {
-                validate::check_record(&record).map_err(|e| CliError::File { path: file.into(), reason: e.to_string() })?;
-                records.push(record);
-            }
-        }
-        let store = self.local()?.open_store(DEFAULT_WAIT)?;
-        let mut taken = 0;
-        for record in &records {
-            taken += usize::from(store.merge(record)?);
-        }
-        store.commit()?;
-        let kept = records.len() - taken;
-        self.say(
-            &format!("took {taken} records, kept the local one for {kept}; {} in all", store.len()),
-            &json!({ "taken": taken, "kept": kept, "total": store.len() }),
-        )
-    }
-
-    fn diff(&self, left: &Path, right: Option<&Path>) -> Result<(), CliError> {
-        let by_key = |records: Vec<Record>| -> BTreeMap<String, Record> {
-            records.into_iter().map(|r| (r.key.to_string(), r)).collect()
-        };
-        let left = by_key(read_text(left)?);
-        let right = by_key(right.map_or_else(|| self.local_records(), read_text)?);
-        let (mut lines, mut rows) = (Vec::new(), Vec::new());
-        let keys: std::collections::BTreeSet<&String> = left.keys().chain(right.keys()).collect();
-        for key in keys {
-            let (l, r) = (left.get(key), right.get(key));
-            if let (Some(l), Some(r)) = (l, r)
-                && l.config == r.config
-            {
-                continue;
-            }
-            let side = |mark: char, record: Option<&Record>| {
-                record.map(|r| format!("  {mark} {:.2} us  {}", r.evidence.median_us, r.config))
-            };
-            lines.push(key.clone());
-            lines.extend([side('-', l), side('+', r)].into_iter().flatten());
-            rows.push(json!({ "key": key, "left": l, "right": r }));
-        }
-        if lines.is_empty() {
-            lines.push("no difference in what is chosen".into());
         }
         self.say(&lines.join("\n"), &rows.into_iter().collect())
     }
 
-    fn verify(&self) -> Result<(), CliError> {
+    fn show(&self, text: &str) -> Result<(), CliError> {
+        let key: TuneKey = text.parse()?;
+        let mut shown = match &self.cache.path {
+            // Where nothing was tuned, looking must not make a store.
+            Some(_) if self.local()?.root().is_dir() => ops::show(&self.local()?, &key, DEFAULT_WAIT)?,
+            _ => ops::Shown { record: None, timings: Vec::new() },
+        };
+        if shown.record.is_none() {
+            shown.record = Shipped::embedded().get(&key)?;
+        }
+        if shown.record.is_none() && shown.timings.is_empty() {
+            return Err(CliError::Usage(format!("nothing is known for {key}; see `mamba2 db list`")));
+        }
+        // Named data: JSON is how people read it, too.
+        print::json(&json!(shown))
+    }
+
+    fn export(&self, output: &Path, filter: &str) -> Result<(), CliError> {
+        let records = ops::select(self.local_records()?, filter);
+        let count = records.len();
+        let (mut files, mut faults) = (Vec::new(), Vec::new());
+        if output.is_dir() {
+            let (texts, refused) = ops::export(&records)?;
+            faults = refused;
+            for (name, text) in texts {
+                let path = output.join(name);
+                ops::write_file(&path, &text)?;
+                files.push(path);
+            }
+        } else {
+            ops::write_file(output, &write_text(records)?)?;
+            files.push(output.to_path_buf());
+        }
+        let names: Vec<String> = files.iter().map(|f| f.display().to_string()).collect();
+        let text = format!("wrote {} records to {}{}", count - faults.len(), names.join(", "), list_faults(&faults));
+        self.say(&text, &json!({ "records": count - faults.len(), "files": files, "refused": faults }))
+    }
+
+    fn merge(&self, sources: &[PathBuf]) -> Result<(), CliError> {
+        let db = self.local()?;
+        let (folders, files): (Vec<PathBuf>, Vec<PathBuf>) = sources.iter().cloned().partition(|p| p.is_dir());
+        // Everything must be readable before anything is written.
+        for file in &files {
+            ops::read_records(file, &mut Vec::new())?;
+        }
+        let mut report = ops::merge(&db, &folders, DEFAULT_WAIT)?;
+        for file in &files {
+            let one = ops::import(&db, file, DEFAULT_WAIT)?;
+            report.added += one.added;
+            report.kept += one.kept;
+            report.refused.extend(one.refused);
+        }
+        self.report_import(&report)
+    }
+
+    fn report_import(&self, report: &ImportReport) -> Result<(), CliError> {
+        let text = match &report.bundle {
+            Some(path) => format!("imported the bundle as {}", path.display()),
+            None => format!(
+                "took {} records and {} timings, kept what is here for {} records, refused {}{}",
+                report.added,
+                report.timings,
+                report.kept,
+                report.refused.len(),
+                list_faults(&report.refused)
+            ),
+        };
+        self.say(&text, &json!(report))
+    }
+
+    fn diff(&self, left: &Path, right: Option<&Path>) -> Result<(), CliError> {
         let mut faults = Vec::new();
-        let mut checked = 0;
-        let mut check = |origin: &str, record: Result<Record, TuneDbError>| {
-            checked += 1;
-            if let Err(fault) = record.and_then(|r| validate::check_record(&r)) {
-                faults.push(format!("{origin}: {fault}"));
-            }
+        let left = ops::read_records(left, &mut faults)?;
+        let right = match right {
+            Some(path) => ops::read_records(path, &mut faults)?,
+            None => self.local_records()?,
         };
-        if self.cache.path.is_some() {
-            match self.local()?.snapshot() {
-                Ok(Some(snapshot)) => snapshot.records().for_each(|r| check("local", r)),
-                Ok(None) => {}
-                Err(error) => check("local", Err(error)),
+        let differences = ops::diff(&left, &right);
+        let mut lines = Vec::new();
+        for difference in &differences {
+            match difference {
+                Difference::OnlyLeft { key } => lines.push(format!("only left   {key}")),
+                Difference::OnlyRight { key } => lines.push(format!("only right  {key}")),
+                Difference::Config { key, left_us, right_us, parameters } => {
+                    lines.push(format!("differs     {key}: {left_us:.2} us, {right_us:.2} us"));
+                    lines.extend(parameters.iter().map(|(name, (l, r))| format!("            {name}: {l} -> {r}")));
+                }
             }
         }
-        Shipped::embedded().records().for_each(|r| check("shipped", r));
-        for (path, bundle) in self.bundles()? {
-            let bundle_faults = match bundle {
-                Ok(bundle) => bundle.verify(),
-                Err(error) => vec![error.to_string()],
-            };
-            checked += 1;
-            faults.extend(bundle_faults.into_iter().map(|f| format!("{path}: {f}")));
+        if lines.is_empty() {
+            lines.push("the same configs".into());
         }
-        let summary = format!("checked {checked} records and bundles, {} faults", faults.len());
-        let text = faults.iter().chain([&summary]).cloned().collect::<Vec<_>>().join("\n");
-        self.say(&text, &json!({ "checked": checked, "faults": faults }))?;
-        if faults.is_empty() { Ok(()) } else { Err(CliError::CheckFailed(format!("{} faults in the tuning database", faults.len()))) }
+        let text = format!("{}{}", lines.join("\n"), list_faults(&faults));
+        self.say(&text, &json!({ "differences": differences, "unreadable": faults }))
     }
 
-    fn bundles(&self) -> Result<Vec<(String, Result<Bundle, TuneDbError>)>, CliError> {
-        let Ok(entries) = (match &self.cache.path {
-            Some(_) => std::fs::read_dir(self.local()?.bundles_path()),
-            None => return Ok(Vec::new()),
-        }) else {
-            return Ok(Vec::new());
+    fn verify(&self) -> Result<(), CliError> {
+        let mut report = match &self.cache.path {
+            Some(_) => ops::verify(&self.local()?, DEFAULT_WAIT)?,
+            None => ops::VerifyReport::default(),
         };
-        let mut paths: Vec<_> = entries.flatten().map(|e| e.path()).collect();
-        paths.retain(|p| p.extension().is_some_and(|e| e == Bundle::EXTENSION));
-        paths.sort();
-        Ok(paths.into_iter().map(|p| (p.display().to_string(), Bundle::open(&p))).collect())
-    }
-
-    fn path(&self) -> Result<(), CliError> {
-        let value = json!({
-            "path": self.cache.path, "reason": self.cache.reason, "network_file_system": self.cache.network_file_system,
-        });
-        match &self.cache.path {
-            Some(path) => self.say(&format!("{}\n({})", path.display(), self.cache.reason), &value),
-            None => self.say(&format!("none ({})", self.cache.reason), &value),
+        let mut shipped = 0;
+        for record in Shipped::embedded().records() {
+            match record.and_then(|r| validate::check_record(&r)) {
+                Ok(()) => shipped += 1,
+                Err(fault) => report.faults.push(format!("shipped: {fault}")),
+            }
+        }
+        let text = format!(
+            "{} local records, {} timings, {} bundles and {shipped} shipped records are good, {} faults{}",
+            report.records,
+            report.timings.unwrap_or(0),
+            report.bundles,
+            report.faults.len(),
+            list_faults(&report.faults)
+        );
+        let mut value = json!(report);
+        value["shipped"] = json!(shipped);
+        self.say(&text, &value)?;
+        match report.faults.len() {
+            0 => Ok(()),
+            n => Err(CliError::CheckFailed(format!("{n} faults in the tuning database; `mamba2 db prune` drops what cannot be used"))),
         }
     }
 
     fn prune(&self) -> Result<(), CliError> {
         let db = self.local()?;
-        let cubins = CubinCache::new(db.root().with_file_name(CUBIN_DIRECTORY));
-        let kernels = cubins.prune(mamba2_cuda::DEFAULT_CACHE_BYTES)?;
-        let store = db.open_store(DEFAULT_WAIT)?;
-        let before = store.size_bytes();
-        // A timing of a candidate that today's tables no longer know can never be used again.
-        let removed = store.retain_timings(|t| t.key.problem().is_some() || t.key.step_problem().is_some())?;
-        store.commit()?;
-        let after = store.size_bytes();
-        self.say(
-            &format!(
-                "removed {removed} timings and {} kernels ({} bytes); the store has {after} bytes, had {before}",
-                kernels.files_removed, kernels.bytes_removed
-            ),
-            &json!({
-                "timings_removed": removed, "kernels_removed": kernels.files_removed,
-                "kernel_bytes_removed": kernels.bytes_removed, "store_bytes_before": before, "store_bytes_after": after,
-            }),
-        )
+        let kernels = match &self.cache.path {
+            Some(path) => CubinCache::new(path.join(CUBIN_DIRECTORY)).prune(mamba2_cuda::DEFAULT_CACHE_BYTES)?,
+            None => mamba2_cuda::Pruned::default(),
+        };
+        let report = ops::prune(&db, &PrunePolicy::default(), DEFAULT_WAIT)?;
+        let text = format!(
+            "removed {} records, {} timings, {} left-over files, {} kernels; the database has {} bytes, had {}",
+            report.records, report.timings, report.leftovers, kernels.files_removed, report.bytes_after, report.bytes_before
+        );
+        let mut value = json!(report);
+        value["kernels"] = json!(kernels.files_removed);
+        value["kernel_bytes"] = json!(kernels.bytes_removed);
+        self.say(&text, &value)
+    }
+
+    fn path(&self) -> Result<(), CliError> {
+        let report = ops::path(&self.cache);
+        let text = match &report.cache_dir {
+            Some(path) => format!("{}\n({}; the database has {} bytes)", path.display(), report.reason, report.bytes),
+            None => format!("none\n({})", report.reason),
+        };
+        self.say(&text, &json!(report))
     }
 
     fn bundle(&self, output: &Path) -> Result<(), CliError> {
@@ -254,7 +234,7 @@ impl Db {
             None => Vec::new(),
         };
         if records.is_empty() && cubins.is_empty() {
-            return Err(CliError::Usage("nothing to bundle: tune or run on the GPU first".into()));
+            return Err(CliError::Usage("nothing to bundle yet: tune or run on the GPU first".into()));
         }
         let cubins = cubins.into_iter().map(|c| (c.key.to_text(), c.compiled.cubin));
         let manifest = Bundle::write(output, &format!("mamba2 {}", env!("CARGO_PKG_VERSION")), records, cubins)?;
@@ -265,9 +245,7 @@ impl Db {
     }
 }
 
-/// Every record of an exported file.
-fn read_text(file: &Path) -> Result<Vec<Record>, CliError> {
-    let text = std::fs::read_to_string(file).map_err(CliError::io(file, "read"))?;
-    let records = TextRecords::new(file.display().to_string(), text)?;
-    Ok(records.records().collect::<Result<_, _>>()?)
+/// One fault a line, after the summary.
+fn list_faults(faults: &[String]) -> String {
+    faults.iter().map(|f| format!("\n  {f}")).collect()
 }

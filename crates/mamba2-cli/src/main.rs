@@ -53,6 +53,7 @@ fn dispatch(command: &Command) -> Result<(), CliError> {
         Command::Render(args) => render::run(args),
         Command::Db(args) => db::run(args),
         Command::Doctor(args) => doctor::run(args),
-        _ => Err(CliError::Usage("not wired yet".into())),
+        Command::Tune(args) => tuning::run(args),
+        Command::TuneWorker { role } => tuning::worker(role),
     }
 }

@@ -1,8 +1,223 @@
+//! `mamba2 tune`, the worker behind it, and tuning on first use (`--mode tune`).
+
+use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
-use mamba2::{Device, Jit, Problem, Record, StepProblem, TuneHook};
-struct Hook;
-impl TuneHook for Hook {
-    fn tune(&self, _: &Problem, _: &Device, _: &Jit) -> Result<Option<Record>, String> { Ok(None) }
-    fn tune_step(&self, _: &StepProblem, _: &Device, _: &Jit) -> Result<Option<Record>, String> { Ok(None) }
+use std::time::Duration;
+
+use indicatif::{MultiProgress, ProgressBar};
+use mamba2::{CUBIN_DIRECTORY, CacheDir, Device, DeviceFacts, Jit, Ladder, Problem, Record, StepProblem, Tier, TuneHook};
+use mamba2_cuda::{forward_template_digest, step_template_digest};
+use mamba2_tunedb::{Environment, LocalDb, TuneKey};
+use mamba2_tuner::worker::{Launch, RemoteExecutor, worker_main};
+use mamba2_tuner::{DbSink, Executor, JobReport, Policy, Progress, Shard, Target, TunerError, run_job, shapes, tune_target};
+
+use crate::cli::TuneArgs;
+use crate::error::CliError;
+use crate::print;
+use crate::progress::bar;
+use crate::tensor_file::write_whole;
+
+impl From<TunerError> for CliError {
+    fn from(error: TunerError) -> CliError {
+        match error {
+            TunerError::Device(_) => CliError::NoDevice(error.to_string()),
+            other => CliError::Failed(other.to_string()),
+        }
+    }
 }
-pub fn hook() -> Arc<dyn TuneHook> { Arc::new(Hook) }
+
+/// Runs the command.
+pub fn run(args: &TuneArgs) -> Result<(), CliError> {
+    let mut targets = targets(args)?;
+    let environment = Environment::from_process();
+    let shard = shard(args, &environment)?;
+    let cache = CacheDir::decide(&environment);
+    // Without a place to keep results there is no point in measuring for minutes.
+    let db = LocalDb::in_cache(&cache)?;
+    let devices = devices(&args.device)?;
+    if args.resume {
+        let ladder = Ladder::builder().cache(&cache).templates(forward_template_digest(), step_template_digest()).build();
+        let before = targets.len();
+        let todo: Vec<bool> = targets.iter().map(|t| !is_done(&ladder, t, devices[0].facts())).collect();
+        // Only whole entries go, so that the shards of a list stay what they are.
+        targets = targets.into_iter().enumerate().filter(|(i, _)| shard.takes(*i) && todo[*i]).map(|(_, t)| t).collect();
+        eprintln!("mamba2: {} of {before} shapes to tune here", targets.len());
+    }
+    let shard = if args.resume { Shard::ALL } else { shard };
+    let policy = Policy::default();
+    let executors: Vec<RemoteExecutor> =
+        devices.iter().map(|d| start(d.info().ordinal, cubins(&cache), &policy)).collect::<Result<_, _>>()?;
+    drop(devices);
+    let executors: Vec<&dyn Executor> = executors.iter().map(|e| e as &dyn Executor).collect();
+    let job = run_job(&targets, shard, &executors, &DbSink::new(db), &Bars::new(), &policy)?;
+    report(args, &job)
+}
+
+/// The worker process of a tuner: speaks lines of JSON on standard input and output.
+pub fn worker(role: &str) -> Result<(), CliError> {
+    Ok(worker_main(role)?)
+}
+
+fn report(args: &TuneArgs, job: &JobReport) -> Result<(), CliError> {
+    if let Some(path) = &args.report {
+        write_whole(path, job.to_html().as_bytes())?;
+    }
+    if args.json {
+        print::out(&job.to_json().map_err(|e| CliError::Failed(format!("report: {e}")))?)?;
+    } else {
+        print::out(&job.table())?;
+    }
+    match job.failed.first() {
+        None => Ok(()),
+        Some(first) => Err(CliError::Failed(format!("{} shapes could not be tuned, such as {}: {}", job.failed.len(), first.shape, first.reason))),
+    }
+}
+
+fn targets(args: &TuneArgs) -> Result<Vec<Target>, CliError> {
+    if let Some(path) = &args.shapes {
+        let text = std::fs::read_to_string(path).map_err(CliError::io(path, "read"))?;
+        return shapes::parse(&text).map_err(|e| CliError::File { path: path.clone(), reason: e.to_string() });
+    }
+    let target = |text: &String| -> Result<Target, CliError> {
+        let target = match text.strip_prefix("step:") {
+            Some(step) => Target::Step(step.parse()?),
+            None => Target::Forward(text.parse()?),
+        };
+        target.check()?;
+        Ok(target)
+    };
+    args.shape.iter().map(target).collect()
+}
+
+/// `--shard`, else what the job scheduler says, else everything.
+fn shard(args: &TuneArgs, environment: &Environment) -> Result<Shard, CliError> {
+    if let Some(text) = &args.shard {
+        return text.parse().map_err(|e: TunerError| CliError::Usage(e.to_string()));
+    }
+    // A single shape is no job: it is tuned wherever it is asked for.
+    let found = if args.shapes.is_some() { environment.shard()? } else { None };
+    match found {
+        None => Ok(Shard::ALL),
+        Some(s) => {
+            eprintln!("mamba2: shard {}/{} ({})", s.index, s.count, s.source);
+            Ok(Shard::new(s.source, s.index as usize, s.count as usize)?)
+        }
+    }
+}
+
+/// The named GPUs; without names, every visible GPU with the facts of the first, because a record counts for one kind.
+fn devices(ordinals: &[usize]) -> Result<Vec<Device>, CliError> {
+    if !ordinals.is_empty() {
+        return Ok(ordinals.iter().map(|n| Device::open(*n)).collect::<Result<_, _>>()?);
+    }
+    let first = Device::open(0)?;
+    let mut devices = Vec::new();
+    for ordinal in 1..Device::count()? {
+        let device = Device::open(ordinal)?;
+        if device.facts().same_for_tuning(first.facts()) {
+            devices.push(device);
+        } else {
+            eprintln!("mamba2: device {ordinal} ({}) is of another kind; tune it with --device {ordinal}", device.facts().name);
+        }
+    }
+    devices.insert(0, first);
+    Ok(devices)
+}
+
+fn is_done(ladder: &Ladder, target: &Target, device: &DeviceFacts) -> bool {
+    let fresh = |tier: Tier, stale: bool| tier == Tier::Local && !stale;
+    match target {
+        Target::Forward(problem) => ladder.look_up(problem, device).is_ok_and(|a| fresh(a.tier, a.stale)),
+        Target::Step(problem) => ladder.look_up_step(problem, device).is_ok_and(|a| fresh(a.tier, a.stale)),
+    }
+}
+
+fn cubins(cache: &CacheDir) -> Option<PathBuf> {
+    cache.path.as_ref().map(|path| path.join(CUBIN_DIRECTORY))
+}
+
+/// Workers are this very program with a hidden subcommand.
+fn start(ordinal: usize, cubins: Option<PathBuf>, policy: &Policy) -> Result<RemoteExecutor, TunerError> {
+    let program = std::env::current_exe().map_err(|e| TunerError::Device(format!("cannot find this program: {e}")))?;
+    let launch: Launch = Box::new(move |role| {
+        let mut command = Command::new(&program);
+        // A role is plain data: names, numbers and a path.
+        command.arg("tune-worker").arg(serde_json::to_string(role).expect("a role should be JSON"));
+        command
+    });
+    RemoteExecutor::start(launch, ordinal, cubins, Duration::from_secs(policy.candidate_timeout_s))
+}
+
+/// One bar per stage of each shape in hand.
+struct Bars {
+    all: MultiProgress,
+    bar: ProgressBar,
+}
+
+impl Bars {
+    fn new() -> Bars {
+        let all = MultiProgress::new();
+        let bar = all.add(bar(0));
+        Bars { all, bar }
+    }
+}
+
+impl Progress for Bars {
+    fn stage(&self, shape: &str, stage: &str, total: usize, stored: usize) {
+        self.bar.reset();
+        self.bar.set_length(total as u64);
+        self.bar.set_position(stored as u64);
+        self.bar.set_message(format!("{shape}: {stage}"));
+    }
+
+    fn advance(&self, done: usize, best_us: Option<f64>) {
+        self.bar.inc(done as u64);
+        if let Some(best) = best_us {
+            let message = self.bar.message();
+            let stage = message.split(", best").next().unwrap_or_default();
+            self.bar.set_message(format!("{stage}, best {best:.1} us"));
+        }
+    }
+
+    fn warn(&self, text: &str) {
+        let text = format!("mamba2: {text}");
+        // Without a terminal there are no bars to keep clear of.
+        if self.bar.is_hidden() {
+            eprintln!("{text}");
+        } else {
+            let _ = self.all.println(text);
+        }
+    }
+}
+
+/// Tunes a problem when an engine in mode `tune` meets it for the first time.
+pub fn hook() -> Arc<dyn TuneHook> {
+    Arc::new(Hook)
+}
+
+struct Hook;
+
+impl Hook {
+    fn tune(target: &Target, key: &TuneKey, device: &Device, jit: &Jit) -> Result<Option<Record>, String> {
+        let text = |e: &dyn std::fmt::Display| e.to_string();
+        let cache = CacheDir::decide(&Environment::from_process());
+        let db = LocalDb::in_cache(&cache).map_err(|e| text(&e))?;
+        let policy = Policy::default();
+        let cubins = jit.cache().directory().map(PathBuf::from);
+        let executor = start(device.info().ordinal, cubins, &policy).map_err(|e| text(&e))?;
+        tune_target(target, &executor, &DbSink::new(db.clone()), &Bars::new(), &policy).map_err(|e| text(&e))?;
+        let records = mamba2_tunedb::ops::list(&db).map_err(|e| text(&e))?;
+        Ok(records.into_iter().find(|record| record.key == *key))
+    }
+}
+
+impl TuneHook for Hook {
+    fn tune(&self, problem: &Problem, device: &Device, jit: &Jit) -> Result<Option<Record>, String> {
+        Hook::tune(&Target::Forward(problem.clone()), &TuneKey::forward(problem, device.facts()), device, jit)
+    }
+
+    fn tune_step(&self, problem: &StepProblem, device: &Device, jit: &Jit) -> Result<Option<Record>, String> {
+        Hook::tune(&Target::Step(problem.clone()), &TuneKey::step(problem, device.facts()), device, jit)
+    }
+}

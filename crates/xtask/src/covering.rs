@@ -23,16 +23,26 @@ pub struct Covering {
 ///
 /// Deterministic: the same arguments give the same rows. A pair counts as not coverable after `tries` random completions.
 pub fn pairs(sizes: &[usize], tries: usize, allowed: impl Fn(&[usize]) -> bool) -> Covering {
+    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    let all: Vec<Vec<usize>> = sizes.iter().map(|n| (0..*n).collect()).collect();
+    // A value that occurs in no allowed row would otherwise cost `tries` for each of its pairs.
+    let values: Vec<Vec<usize>> = (0..sizes.len())
+        .map(|f| {
+            let occurs = |v: &usize| (0..tries).any(|_| allowed(&random_row(&all, (f, *v), &mut random)));
+            (0..sizes[f]).filter(occurs).collect()
+        })
+        .collect();
     let mut open: BTreeSet<Pair> = BTreeSet::new();
+    let mut pairs_in_all = 0;
     for a in 0..sizes.len() {
         for b in a + 1..sizes.len() {
-            open.extend((0..sizes[a]).flat_map(|v| (0..sizes[b]).map(move |w| (a, v, b, w))));
+            pairs_in_all += sizes[a] * sizes[b];
+            open.extend(values[a].iter().flat_map(|v| values[b].iter().map(move |w| (a, *v, b, *w))));
         }
     }
-    let mut covering = Covering { rows: Vec::new(), not_covered: 0 };
-    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    let mut covering = Covering { rows: Vec::new(), not_covered: pairs_in_all - open.len() };
     while let Some(seed) = open.first().copied() {
-        match best_row(sizes, seed, &open, tries, &mut random, &allowed) {
+        match best_row(&values, seed, &open, tries, &mut random, &allowed) {
             Some(row) => {
                 for a in 0..row.len() {
                     for b in a + 1..row.len() {
@@ -50,9 +60,24 @@ pub fn pairs(sizes: &[usize], tries: usize, allowed: impl Fn(&[usize]) -> bool) 
     covering
 }
 
+/// A few of `rows` in which every value occurs that occurs in any of them.
+pub fn every_value(rows: &[Row]) -> Vec<Row> {
+    let mut open: BTreeSet<(usize, usize)> = rows.iter().flat_map(|r| r.iter().copied().enumerate()).collect();
+    let mut chosen = Vec::new();
+    while !open.is_empty() {
+        let gain = |row: &&Row| row.iter().copied().enumerate().filter(|fv| open.contains(fv)).count();
+        let Some(best) = rows.iter().max_by_key(gain) else { break };
+        best.iter().copied().enumerate().for_each(|fv| {
+            open.remove(&fv);
+        });
+        chosen.push(best.clone());
+    }
+    chosen
+}
+
 /// The allowed row with the seed pair, out of a few, that covers most open pairs.
 fn best_row(
-    sizes: &[usize],
+    values: &[Vec<usize>],
     seed: Pair,
     open: &BTreeSet<Pair>,
     tries: usize,
@@ -65,7 +90,7 @@ fn best_row(
     for attempt in 0..tries {
         // Greedy completions cover much but may all break one rule; later attempts are more and more random.
         let greedy = random.below(tries) >= attempt;
-        let row = complete(sizes, seed, open, greedy, random);
+        let row = complete(values, seed, open, greedy, random);
         if !allowed(&row) {
             continue;
         }
@@ -85,19 +110,25 @@ fn gain(row: &[usize], open: &BTreeSet<Pair>) -> usize {
     (0..row.len()).flat_map(|a| (a + 1..row.len()).map(move |b| (a, b))).filter(|(a, b)| open.contains(&(*a, row[*a], *b, row[*b]))).count()
 }
 
-fn complete(sizes: &[usize], seed: Pair, open: &BTreeSet<Pair>, greedy: bool, random: &mut Random) -> Row {
-    let mut row: Vec<Option<usize>> = vec![None; sizes.len()];
+/// A random row with one value given.
+fn random_row(values: &[Vec<usize>], given: (usize, usize), random: &mut Random) -> Row {
+    (0..values.len()).map(|f| if f == given.0 { given.1 } else { values[f][random.below(values[f].len())] }).collect()
+}
+
+fn complete(values: &[Vec<usize>], seed: Pair, open: &BTreeSet<Pair>, greedy: bool, random: &mut Random) -> Row {
+    let mut row: Vec<Option<usize>> = vec![None; values.len()];
     row[seed.0] = Some(seed.1);
     row[seed.2] = Some(seed.3);
-    let mut order: Vec<usize> = (0..sizes.len()).filter(|f| row[*f].is_none()).collect();
+    let mut order: Vec<usize> = (0..values.len()).filter(|f| row[*f].is_none()).collect();
     for i in (1..order.len()).rev() {
         order.swap(i, random.below(i + 1));
     }
     for factor in order {
-        let start = random.below(sizes[factor]);
-        let values = (0..sizes[factor]).map(|v| (v + start) % sizes[factor]);
+        let n = values[factor].len();
+        let start = random.below(n);
+        let choices = (0..n).map(|v| values[factor][(v + start) % n]);
         let value = if greedy {
-            values.max_by_key(|v| {
+            choices.max_by_key(|v| {
                 row.iter()
                     .enumerate()
                     .filter_map(|(f, w)| w.map(|w| if f < factor { (f, w, factor, *v) } else { (factor, *v, f, w) }))
@@ -105,7 +136,7 @@ fn complete(sizes: &[usize], seed: Pair, open: &BTreeSet<Pair>, greedy: bool, ra
                     .count()
             })
         } else {
-            values.into_iter().next()
+            choices.into_iter().next()
         };
         row[factor] = Some(value.expect("every factor should have a value"));
     }

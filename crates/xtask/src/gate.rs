@@ -109,7 +109,7 @@ fn forward_problem(options: &BTreeMap<&str, &str>) -> Result<Problem, SpecError>
     let groups = 2;
     let heads = groups * number(options["hpg"]);
     let packed = options["packed"] != "0";
-    let mut shape = format!("b={},l=1030,h={heads},g={groups}", if packed { 1 } else { 2 });
+    let mut shape = format!("b={},l=9000,h={heads},g={groups}", if packed { 1 } else { 2 });
     for (key, value) in options.iter().filter(|(key, value)| **key != "hpg" && (**key != "packed" || **value != "0")) {
         shape += &format!(",{key}={value}");
     }
@@ -149,7 +149,11 @@ fn covering_cases(kernel: Kernel, device: &DeviceFacts) -> (Vec<Case>, usize) {
     sizes.extend(factors(kernel).iter().map(|(_, values)| values.len()));
     let covering =
         covering::pairs(&sizes, TRIES, |row| case(kernel, row).is_ok_and(|case| case.check(device).is_ok()));
-    let cases = covering.rows.iter().filter_map(|row| case(kernel, row).ok()).collect();
+    // The templates have no code for one architecture but the sm90_ kernels, so what pairs of values do is seen on the oldest
+    // and on Hopper; elsewhere every value occurs at least once.
+    let all_pairs = device.arch == Arch::MINIMUM || device.arch.has_wgmma();
+    let rows = if all_pairs { covering.rows } else { covering::every_value(&covering.rows) };
+    let cases = rows.iter().filter_map(|row| case(kernel, row).ok()).collect();
     (cases, covering.not_covered)
 }
 
@@ -157,7 +161,11 @@ fn covering_cases(kernel: Kernel, device: &DeviceFacts) -> (Vec<Case>, usize) {
 fn case_against_rule(id: &str) -> Option<Case> {
     let device = DeviceFacts::assumed(Arch(90));
     let breaks = |case: &Case| matches!(case.check(&device), Err(SpecError::Rule { rule, .. }) if rule == id);
-    let problem = Problem::new(2, 1030, 6, 64, 2, 128);
+    // The second and later ones break the rules about the problem itself.
+    let problems = ["", ",dtype=f32", ",align=1", ",p=80"].map(|change| {
+        let p = if change.contains("p=80") { "" } else { "p=64," };
+        format!("b=2,l=9000,h=6,{p}g=2,n=128{change}").parse::<Problem>().expect("the shape should be readable")
+    });
     let step = StepProblem::new(5, 6, 64, 2, 128);
     Kernel::ALL
         .into_iter()
@@ -176,9 +184,9 @@ fn case_against_rule(id: &str) -> Option<Case> {
             }
             [config, odd]
         })
-        .map(|config| match config {
-            KernelConfig::StateUpdate(c) => Case::Step(c, step.clone()),
-            config => Case::Forward(config, problem.clone()),
+        .flat_map(|config| match config {
+            KernelConfig::StateUpdate(c) => vec![Case::Step(c, step.clone())],
+            config => problems.iter().map(|p| Case::Forward(config, p.clone())).collect(),
         })
         .find(breaks)
 }
@@ -204,7 +212,11 @@ fn check_rules(nvrtc: &Nvrtc) -> Vec<String> {
 pub fn run() -> Result<(), String> {
     let nvrtc = Nvrtc::load().map_err(|e| format!("NVRTC: {e}"))?;
     let sets: Vec<(Kernel, DeviceFacts)> =
-        Kernel::ALL.into_iter().flat_map(|k| Arch::GATED.map(|arch| (k, DeviceFacts::assumed(arch)))).collect();
+        Kernel::ALL
+            .into_iter()
+            .flat_map(|k| Arch::GATED.map(|arch| (k, DeviceFacts::assumed(arch))))
+            .filter(|(k, device)| !k.needs_wgmma() || device.arch.has_wgmma())
+            .collect();
     let sets: Vec<(Kernel, DeviceFacts, Vec<Case>, usize)> = sets
         .into_par_iter()
         .map(|(kernel, device)| {
@@ -277,7 +289,7 @@ mod tests {
                     assert!(texts.iter().any(|t| t.contains(&line)), "{kernel}: no compilation has {line}");
                 }
             }
-            for dtype in 0..Dtype::ALL.len() {
+            for dtype in 0..Dtype::ALL.len() - usize::from(kernel.needs_wgmma()) {
                 assert!(texts.iter().any(|t| t.contains(&format!("constexpr int X_DTYPE = {dtype};"))));
             }
         }
