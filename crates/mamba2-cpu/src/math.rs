@@ -73,7 +73,12 @@ pub(crate) fn gate(y: &mut [f32], z: &[f32]) {
 pub(crate) fn dot(a: &[f64], b: &[f32]) -> f64 {
     const LANES: usize = 8;
     let (a, b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    let rest: f64 = a.remainder().iter().zip(b.remainder()).map(|(a, b)| a * f64::from(*b)).sum();
+    let rest: f64 = a
+        .remainder()
+        .iter()
+        .zip(b.remainder())
+        .map(|(a, b)| a * f64::from(*b))
+        .sum();
     let mut sums = [0f64; LANES];
     for (a, b) in a.zip(b) {
         for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {

@@ -167,7 +167,10 @@ impl<'a> Worker<'a> {
                     &self.b[t * p.dstate..][..p.dstate],
                     &self.c[t * p.dstate..][..p.dstate],
                 );
-                self.wide.iter_mut().zip(b).for_each(|(h, b)| *h = *h * decay + dx * f64::from(*b));
+                self.wide
+                    .iter_mut()
+                    .zip(b)
+                    .for_each(|(h, b)| *h = *h * decay + dx * f64::from(*b));
                 self.y[t * p.headdim + i] = math::dot(&self.wide, c) as f32;
             }
             self.narrow
