@@ -558,6 +558,31 @@ fn scene_capture() {
         calls.windows(replay.len()).filter(|w| *w == replay).count() >= 3,
         "{calls:?}"
     );
+    timer
+        .time(
+            TimerPolicy {
+                cold: false,
+                ..policy
+            },
+            &mut |_, _| Ok(()),
+        )
+        .expect("time");
+    let calls: Vec<String> = fake
+        .calls()
+        .into_iter()
+        .filter(|c| !c.starts_with("cuCtx"))
+        .collect();
+    let warm = [
+        "cuMemsetD8Async",
+        "cuGraphLaunch",
+        "cuEventRecord",
+        "cuGraphLaunch",
+        "cuEventRecord",
+    ];
+    assert!(
+        calls.windows(warm.len()).filter(|w| *w == warm).count() >= 2,
+        "{calls:?}"
+    );
     let none = TimerPolicy {
         samples: 0,
         ..policy

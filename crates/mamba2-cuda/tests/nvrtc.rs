@@ -46,6 +46,19 @@ fn a_broken_kernel_gives_the_compilers_log_verbatim_and_the_path_of_the_source()
 }
 
 #[test]
+fn source_lines_are_in_the_cubin_if_asked_for() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let lines = |lineinfo| {
+        let options = mamba2_cuda::CompileOptions { lineinfo };
+        let compiled = nvrtc
+            .compile_with(&tiny(GOOD, 0), Arch(90), options)
+            .expect("compiles");
+        compiled.cubin.windows(11).any(|w| w == b".debug_line")
+    };
+    assert!(lines(true) && !lines(false));
+}
+
+#[test]
 fn the_include_set_is_closed() {
     let Some(nvrtc) = nvrtc() else { return };
     for header in ["cuda_fp16.h", "cuda_runtime.h", "stdio.h"] {

@@ -229,6 +229,19 @@ impl Cuda {
         Ok(Choice::of(answer))
     }
 
+    fn load(&self, problem: &Problem, choice: &Choice) -> Result<LoadedForward, Error> {
+        let config = choice
+            .config
+            .as_ref()
+            .expect("a choice on CUDA should have a config");
+        Ok(LoadedForward::load(
+            &self.device,
+            &self.jit,
+            problem,
+            config,
+        )?)
+    }
+
     /// Takes in what the tuner found. A failed tuning costs time, never an answer.
     fn learn(&self, tuned: Option<Result<Option<Record>, String>>) -> bool {
         match tuned {
@@ -344,28 +357,23 @@ impl Engine {
         let Some(cuda) = &self.cuda else {
             return Ok(Plan::cpu(problem.clone()));
         };
-        let load = |problem: &Problem| -> Result<(LoadedForward, Choice), Error> {
-            let choice = cuda.choose(problem)?;
-            let config = choice
-                .config
-                .as_ref()
-                .expect("a choice on CUDA should have a config");
-            Ok((
-                LoadedForward::load(&cuda.device, &cuda.jit, problem, config)?,
-                choice,
-            ))
-        };
+        // Before anything is compiled beside it: a tuner times.
+        let choice = cuda.choose(problem)?;
         if problem.alignment == Alignment::Element {
-            let (main, choice) = load(problem)?;
+            let main = cuda.load(problem, &choice)?;
             return Ok(Plan::cuda(problem.clone(), main, None, choice));
         }
-        let unaligned = Problem {
+        // The other path is for calls that break a promise; it is looked up, but not worth tuning.
+        let any = Problem {
             alignment: Alignment::Element,
             ..problem.clone()
         };
-        let (main, unaligned) = rayon::join(|| load(problem), || load(&unaligned));
-        let ((main, choice), (unaligned, _)) = (main?, unaligned?);
-        Ok(Plan::cuda(problem.clone(), main, Some(unaligned), choice))
+        let any_choice = Choice::of(cuda.ladder.look_up(&any, cuda.device.facts())?);
+        let (main, any) = rayon::join(
+            || cuda.load(problem, &choice),
+            || cuda.load(&any, &any_choice),
+        );
+        Ok(Plan::cuda(problem.clone(), main?, Some(any?), choice))
     }
 
     /// Looks up the config of a decode step, compiles and loads its kernel.
