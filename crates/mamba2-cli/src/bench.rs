@@ -2,7 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use mamba2::{Device, DeviceBuffer, DeviceTensor, Engine, Error, ForwardInputs, ForwardOutputs, HasMeta, Problem, Timer, TimerPolicy};
+use mamba2::{
+    Device, DeviceBuffer, DeviceTensor, Engine, Error, ForwardInputs, ForwardOutputs, HasMeta,
+    Problem, Timer, TimerPolicy,
+};
 use mamba2_reference::{Pattern, generate};
 use mamba2_spec::limit::{H200_BF16_FLOPS_PER_S, H200_COPY_BYTES_PER_S, Limit};
 use serde_json::{Value, json};
@@ -27,7 +30,10 @@ const MODELS: &[(&str, &str)] = &[
     ("Mamba-2 2.7B, long", "b=1,l=131072,h=80,p=64,g=1,n=128"),
     ("Nemotron-H", "b=1,l=2048,h=128,p=64,g=8,n=128"),
     ("Nemotron-H, long", "b=1,l=8192,h=128,p=64,g=8,n=128"),
-    ("Nemotron Nano, headdim 80", "b=1,l=8192,h=128,p=80,g=8,n=128"),
+    (
+        "Nemotron Nano, headdim 80",
+        "b=1,l=8192,h=128,p=80,g=8,n=128",
+    ),
     ("Nemotron-H, batch 16", "b=16,l=1024,h=128,p=64,g=8,n=128"),
     ("Granite 4, Bamba", "b=1,l=32768,h=128,p=64,g=1,n=128"),
 ];
@@ -47,13 +53,21 @@ pub fn run(args: &BenchArgs) -> Result<(), CliError> {
     let mut rows = Vec::new();
     for (name, problem) in shapes {
         progress.set_message(name.clone());
-        let case = ForwardCase::from_reference(&problem, &generate(&problem, 1, Pattern::Plain).reference());
+        let case = ForwardCase::from_reference(
+            &problem,
+            &generate(&problem, 1, Pattern::Plain).reference(),
+        );
         let plan = engine.plan(&case.problem)?;
         let samples_us = match engine.device() {
             Some(device) => on_device(device, &plan, &case, args.samples as usize)?,
             None => on_cpu(&plan, &case, args.samples as usize)?,
         };
-        rows.push(Row { name, problem, samples_us, choice: choice_json(plan.choice()) });
+        rows.push(Row {
+            name,
+            problem,
+            samples_us,
+            choice: choice_json(plan.choice()),
+        });
         progress.inc(1);
     }
     progress.finish_and_clear();
@@ -108,17 +122,26 @@ fn on_cpu(plan: &mamba2::Plan, case: &ForwardCase, samples: usize) -> Result<Vec
 }
 
 /// CUDA graph replays with a cold L2, as the tuner measures.
-fn on_device(device: &Device, plan: &mamba2::Plan, case: &ForwardCase, samples: usize) -> Result<Vec<f64>, CliError> {
+fn on_device(
+    device: &Device,
+    plan: &mamba2::Plan,
+    case: &ForwardCase,
+    samples: usize,
+) -> Result<Vec<f64>, CliError> {
     let tensors = DeviceCase::new(device, case)?;
     let workspace = device.alloc(plan.workspace_bytes())?;
     let timer = Timer::new(device)?;
-    let policy = TimerPolicy { samples, ..TimerPolicy::default() };
+    let policy = TimerPolicy {
+        samples,
+        ..TimerPolicy::default()
+    };
     let measured = timer.time(policy, &mut |stream, _| {
-        plan.forward(stream, &tensors.inputs, &tensors.outputs, &workspace).map_err(|error| match error {
-            Error::Cuda(error) => error,
-            Error::Spec(error) => error.into(),
-            other => unreachable!("a CUDA plan should fail in CUDA only: {other}"),
-        })
+        plan.forward(stream, &tensors.inputs, &tensors.outputs, &workspace)
+            .map_err(|error| match error {
+                Error::Cuda(error) => error,
+                Error::Spec(error) => error.into(),
+                other => unreachable!("a CUDA plan should fail in CUDA only: {other}"),
+            })
     })?;
     Ok(measured.us)
 }
@@ -150,7 +173,10 @@ impl DeviceCase {
                 initial_states: up_all(&i.initial_states)?,
                 cu_seqlens: up_all(&i.cu_seqlens)?,
             },
-            outputs: ForwardOutputs { out: up(&o.out)?, final_states: up_all(&o.final_states)? },
+            outputs: ForwardOutputs {
+                out: up(&o.out)?,
+                final_states: up_all(&o.final_states)?,
+            },
         })
     }
 }
@@ -171,12 +197,23 @@ fn sorted(samples: &[f64]) -> Vec<f64> {
 
 /// The least time of an H200, whose ceilings were measured; elsewhere the limit is not known.
 fn limit_us(engine: &Engine, problem: &Problem) -> Option<f64> {
-    let is_h200 = engine.device_facts().is_some_and(|facts| facts.name.contains("H200"));
+    let is_h200 = engine
+        .device_facts()
+        .is_some_and(|facts| facts.name.contains("H200"));
     is_h200.then(|| Limit::of(problem).us(H200_COPY_BYTES_PER_S, H200_BF16_FLOPS_PER_S))
 }
 
 fn table(engine: &Engine, rows: &[Row]) -> String {
-    let mut text = format!("on {}\n{:>12} {:>12} {:>12} {:>10} {:>12} {:>10}  shape\n", describe(engine), "median us", "min us", "max us", "GB/s", "limit us", "x limit");
+    let mut text = format!(
+        "on {}\n{:>12} {:>12} {:>12} {:>10} {:>12} {:>10}  shape\n",
+        describe(engine),
+        "median us",
+        "min us",
+        "max us",
+        "GB/s",
+        "limit us",
+        "x limit"
+    );
     for row in rows {
         let sorted = sorted(&row.samples_us);
         let median = median(&sorted);

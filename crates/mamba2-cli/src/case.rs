@@ -3,7 +3,8 @@
 use mamba2_cpu::{CpuError, HostTensor, HostTensorMut};
 use mamba2_reference::{RefInputs, RefOutputs};
 use mamba2_spec::{
-    DKind, DtLimit, Dtype, ForwardInputs, ForwardOutputs, Problem, SpecError, StepInputs, StepOutputs, StepProblem,
+    DKind, DtLimit, Dtype, ForwardInputs, ForwardOutputs, Problem, SpecError, StepInputs,
+    StepOutputs, StepProblem,
 };
 
 use crate::error::CliError;
@@ -11,10 +12,33 @@ use crate::host::OwnedTensor;
 use crate::tensor_file::TensorFile;
 
 const FORWARD_TENSORS: &[&str] = &[
-    "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states", "cu_seqlens", "expected_out", "expected_final_states",
+    "x",
+    "dt",
+    "A",
+    "B",
+    "C",
+    "D",
+    "z",
+    "dt_bias",
+    "initial_states",
+    "cu_seqlens",
+    "expected_out",
+    "expected_final_states",
 ];
-const STEP_TENSORS: &[&str] =
-    &["state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "state_batch_indices", "expected_out", "expected_state"];
+const STEP_TENSORS: &[&str] = &[
+    "state",
+    "x",
+    "dt",
+    "A",
+    "B",
+    "C",
+    "D",
+    "z",
+    "dt_bias",
+    "state_batch_indices",
+    "expected_out",
+    "expected_state",
+];
 /// `name` and `format` are labels that writers leave. `chunk_size` says how the file's maker split the sequence; the answer
 /// does not depend on it, so `--chunk-size` decides, not the file.
 const METADATA: &[&str] = &["name", "format", "chunk_size", "dt_softplus", "dt_limit"];
@@ -59,17 +83,30 @@ impl ForwardCase {
         problem.dt_bias = inputs.dt_bias.is_some();
         problem.dt_softplus = softplus;
         problem.dt_limit = limit;
-        problem.initial_states = optional_float("initial_states", inputs.initial_states.as_ref()).map_err(&spec)?;
+        problem.initial_states =
+            optional_float("initial_states", inputs.initial_states.as_ref()).map_err(&spec)?;
         if let Some(cu) = &inputs.cu_seqlens {
-            let offsets = cu.as_i32().ok_or_else(|| file.refuse("cu_seqlens: expected dtype i32, got a float dtype".into()))?;
+            let offsets = cu.as_i32().ok_or_else(|| {
+                file.refuse("cu_seqlens: expected dtype i32, got a float dtype".into())
+            })?;
             mamba2_spec::check_cu_seqlens(offsets, problem.seqlen).map_err(&spec)?;
             problem.packed = Some(offsets.len() - 1);
         }
         problem.check().map_err(&spec)?;
         let expected_out = expected(&mut file, "expected_out", inputs.x.shape())?;
-        let states = [problem.sequences(), problem.nheads, problem.headdim, problem.dstate];
+        let states = [
+            problem.sequences(),
+            problem.nheads,
+            problem.headdim,
+            problem.dstate,
+        ];
         let expected_final_states = expected(&mut file, "expected_final_states", &states)?;
-        let mut case = ForwardCase { problem, inputs, expected_out, expected_final_states };
+        let mut case = ForwardCase {
+            problem,
+            inputs,
+            expected_out,
+            expected_final_states,
+        };
         case.promise_alignment();
         mamba2_spec::check_forward(&case.problem, &case.inputs, &case.outputs()).map_err(&spec)?;
         Ok(case)
@@ -83,7 +120,8 @@ impl ForwardCase {
         let states = [p.sequences(), p.nheads, p.headdim, p.dstate];
         let d_shape = [p.nheads, p.headdim];
         let d_rank = if p.d == DKind::PerHeaddim { 2 } else { 1 };
-        let f32_tensor = |shape: &[usize], v: &Vec<f64>| OwnedTensor::from_f64(Dtype::F32, shape, v);
+        let f32_tensor =
+            |shape: &[usize], v: &Vec<f64>| OwnedTensor::from_f64(Dtype::F32, shape, v);
         let inputs = ForwardInputs {
             x: OwnedTensor::from_f64(p.dtype, &tokens, &r.x),
             dt: OwnedTensor::from_f64(p.dt_dtype, &tokens[..3], &r.dt),
@@ -91,15 +129,25 @@ impl ForwardCase {
             b: OwnedTensor::from_f64(p.dtype, &group, &r.b),
             c: OwnedTensor::from_f64(p.dtype, &group, &r.c),
             d: r.d.as_ref().map(|v| f32_tensor(&d_shape[..d_rank], v)),
-            z: r.z.as_ref().map(|v| OwnedTensor::from_f64(p.dtype, &tokens, v)),
+            z: r.z
+                .as_ref()
+                .map(|v| OwnedTensor::from_f64(p.dtype, &tokens, v)),
             dt_bias: r.dt_bias.as_ref().map(|v| f32_tensor(&[p.nheads], v)),
             initial_states: p
                 .initial_states
                 .zip(r.initial_states.as_ref())
                 .map(|(dtype, v)| OwnedTensor::from_f64(dtype, &states, v)),
-            cu_seqlens: r.cu_seqlens.as_ref().map(|v| OwnedTensor::from_i32(&[v.len()], v.clone())),
+            cu_seqlens: r
+                .cu_seqlens
+                .as_ref()
+                .map(|v| OwnedTensor::from_i32(&[v.len()], v.clone())),
         };
-        let mut case = ForwardCase { problem: problem.clone(), inputs, expected_out: None, expected_final_states: None };
+        let mut case = ForwardCase {
+            problem: problem.clone(),
+            inputs,
+            expected_out: None,
+            expected_final_states: None,
+        };
         case.promise_alignment();
         case
     }
@@ -115,7 +163,9 @@ impl ForwardCase {
         let states = [p.sequences(), p.nheads, p.headdim, p.dstate];
         ForwardOutputs {
             out: OwnedTensor::zeros(p.dtype, &[p.batch, p.seqlen, p.nheads, p.headdim]),
-            final_states: p.final_states.map(|dtype| OwnedTensor::zeros(dtype, &states)),
+            final_states: p
+                .final_states
+                .map(|dtype| OwnedTensor::zeros(dtype, &states)),
         }
     }
 
@@ -150,7 +200,11 @@ impl ForwardCase {
             z: optional(&i.z),
             dt_bias: optional(&i.dt_bias),
             initial_states: optional(&i.initial_states),
-            cu_seqlens: i.cu_seqlens.as_ref().and_then(OwnedTensor::as_i32).map(<[i32]>::to_vec),
+            cu_seqlens: i
+                .cu_seqlens
+                .as_ref()
+                .and_then(OwnedTensor::as_i32)
+                .map(<[i32]>::to_vec),
         };
         mamba2_reference::recurrence(&self.problem, &inputs)
     }
@@ -161,10 +215,16 @@ fn optional_view(tensor: &Option<OwnedTensor>) -> Result<Option<HostTensor<'_>>,
 }
 
 /// Views of forward outputs.
-pub fn output_views(outputs: &mut ForwardOutputs<OwnedTensor>) -> Result<ForwardOutputs<HostTensorMut<'_>>, CpuError> {
+pub fn output_views(
+    outputs: &mut ForwardOutputs<OwnedTensor>,
+) -> Result<ForwardOutputs<HostTensorMut<'_>>, CpuError> {
     Ok(ForwardOutputs {
         out: outputs.out.view_mut()?,
-        final_states: outputs.final_states.as_mut().map(OwnedTensor::view_mut).transpose()?,
+        final_states: outputs
+            .final_states
+            .as_mut()
+            .map(OwnedTensor::view_mut)
+            .transpose()?,
     })
 }
 
@@ -218,7 +278,13 @@ impl StepCase {
         problem.check().map_err(&spec)?;
         let expected_out = expected(&mut file, "expected_out", inputs.x.shape())?;
         let expected_state = expected(&mut file, "expected_state", state.shape())?;
-        let case = StepCase { problem, inputs, state, expected_out, expected_state };
+        let case = StepCase {
+            problem,
+            inputs,
+            state,
+            expected_out,
+            expected_state,
+        };
         mamba2_spec::check_step(&case.problem, &case.inputs, &case.outputs()).map_err(&spec)?;
         Ok(case)
     }
@@ -250,12 +316,21 @@ impl StepCase {
 }
 
 /// Views of what a step writes.
-pub fn step_output_views(outputs: &mut StepOutputs<OwnedTensor>) -> Result<StepOutputs<HostTensorMut<'_>>, CpuError> {
-    Ok(StepOutputs { state: outputs.state.view_mut()?, out: outputs.out.view_mut()? })
+pub fn step_output_views(
+    outputs: &mut StepOutputs<OwnedTensor>,
+) -> Result<StepOutputs<HostTensorMut<'_>>, CpuError> {
+    Ok(StepOutputs {
+        state: outputs.state.view_mut()?,
+        out: outputs.out.view_mut()?,
+    })
 }
 
 /// The four axes of a tensor that gives the problem its sizes.
-fn axes(name: &'static str, axes: &'static str, tensor: &OwnedTensor) -> Result<[usize; 4], SpecError> {
+fn axes(
+    name: &'static str,
+    axes: &'static str,
+    tensor: &OwnedTensor,
+) -> Result<[usize; 4], SpecError> {
     tensor.shape().try_into().map_err(|_| SpecError::Option {
         key: name.into(),
         expected: format!("four axes {axes}"),
@@ -264,10 +339,17 @@ fn axes(name: &'static str, axes: &'static str, tensor: &OwnedTensor) -> Result<
 }
 
 fn float(name: &'static str, tensor: &OwnedTensor) -> Result<Dtype, SpecError> {
-    tensor.dtype().ok_or_else(|| SpecError::Dtype { tensor: name, expected: "bf16, f16 or f32".into(), got: "i32".into() })
+    tensor.dtype().ok_or_else(|| SpecError::Dtype {
+        tensor: name,
+        expected: "bf16, f16 or f32".into(),
+        got: "i32".into(),
+    })
 }
 
-fn optional_float(name: &'static str, tensor: Option<&OwnedTensor>) -> Result<Option<Dtype>, SpecError> {
+fn optional_float(
+    name: &'static str,
+    tensor: Option<&OwnedTensor>,
+) -> Result<Option<Dtype>, SpecError> {
     tensor.map(|t| float(name, t)).transpose()
 }
 
@@ -280,12 +362,19 @@ fn d_kind(d: Option<&OwnedTensor>) -> DKind {
     }
 }
 
-fn expected(file: &mut TensorFile, name: &'static str, shape: &[usize]) -> Result<Option<Vec<f64>>, CliError> {
+fn expected(
+    file: &mut TensorFile,
+    name: &'static str,
+    shape: &[usize],
+) -> Result<Option<Vec<f64>>, CliError> {
     let Some(tensor) = file.take(name) else {
         return Ok(None);
     };
     if tensor.shape() != shape || tensor.dtype().is_none() {
-        return Err(file.refuse(format!("{name}: expected a float tensor of shape {shape:?}, got shape {:?}", tensor.shape())));
+        return Err(file.refuse(format!(
+            "{name}: expected a float tensor of shape {shape:?}, got shape {:?}",
+            tensor.shape()
+        )));
     }
     Ok(Some(tensor.to_f64()))
 }
@@ -295,19 +384,29 @@ fn dt_options(file: &TensorFile) -> Result<(bool, DtLimit), CliError> {
     let softplus = match file.option("dt_softplus") {
         None | Some("false") => false,
         Some("true") => true,
-        Some(other) => return Err(file.refuse(format!("metadata dt_softplus: expected \"true\" or \"false\", got {other:?}"))),
+        Some(other) => {
+            return Err(file.refuse(format!(
+                "metadata dt_softplus: expected \"true\" or \"false\", got {other:?}"
+            )));
+        }
     };
     if let Some(text) = file.option("chunk_size")
         && !text.parse::<u32>().is_ok_and(|n| n > 0)
     {
-        return Err(file.refuse(format!("metadata chunk_size: expected a whole number of tokens, got {text:?}")));
+        return Err(file.refuse(format!(
+            "metadata chunk_size: expected a whole number of tokens, got {text:?}"
+        )));
     }
     let Some(text) = file.option("dt_limit") else {
         return Ok((softplus, DtLimit::NONE));
     };
-    let numbers = text.split_once(',').and_then(|(lo, hi)| Some((lo.trim().parse().ok()?, hi.trim().parse().ok()?)));
+    let numbers = text
+        .split_once(',')
+        .and_then(|(lo, hi)| Some((lo.trim().parse().ok()?, hi.trim().parse().ok()?)));
     let Some((min, max)) = numbers else {
-        return Err(file.refuse(format!("metadata dt_limit: expected \"lo,hi\", two numbers, got {text:?}")));
+        return Err(file.refuse(format!(
+            "metadata dt_limit: expected \"lo,hi\", two numbers, got {text:?}"
+        )));
     };
     let limit = DtLimit { min, max };
     limit.check().map_err(CliError::in_file(&file.path))?;

@@ -21,8 +21,19 @@ pub struct Compared {
 
 impl Compared {
     /// Compares one tensor.
-    pub fn new(tensor: &'static str, against: &'static str, bound: f64, got: &[f64], want: &[f64]) -> Compared {
-        Compared { tensor, against, bound, report: ErrorReport::compare(got, want) }
+    pub fn new(
+        tensor: &'static str,
+        against: &'static str,
+        bound: f64,
+        got: &[f64],
+        want: &[f64],
+    ) -> Compared {
+        Compared {
+            tensor,
+            against,
+            bound,
+            report: ErrorReport::compare(got, want),
+        }
     }
 
     fn passed(&self) -> bool {
@@ -57,7 +68,11 @@ impl Check {
                 c.against
             );
             if r.non_finite > 0 {
-                let _ = writeln!(text, "{:<13} {} elements are NaN or infinite", c.tensor, r.non_finite);
+                let _ = writeln!(
+                    text,
+                    "{:<13} {} elements are NaN or infinite",
+                    c.tensor, r.non_finite
+                );
             }
         }
         text

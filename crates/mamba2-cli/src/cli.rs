@@ -6,7 +6,12 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 /// Mamba-2 SSD forward pass: CUDA kernels compiled at run time and tuned per shape, and a CPU backend.
 #[derive(Parser)]
-#[command(version, about, propagate_version = true, max_term_width = 110, after_help = "\
+#[command(
+    version,
+    about,
+    propagate_version = true,
+    max_term_width = 110,
+    after_help = "\
 Examples:
   mamba2 demo                                        compute on made data, compare with float64
   mamba2 run layer.safetensors -o out.safetensors    compute on your data
@@ -16,7 +21,8 @@ Examples:
   mamba2 doctor                                      what this machine has, and what is missing
 
 Exit codes: 0 done, 1 a check failed, 2 bad input or usage, 3 no device.
-`mamba2 COMMAND --help` has examples for each command.")]
+`mamba2 COMMAND --help` has examples for each command."
+)]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
@@ -129,7 +135,11 @@ pub struct RunArgs {
 #[command(after_help = "Example:\n  mamba2 demo --shape b=1,l=4096,h=80,p=64,g=1,n=128")]
 pub struct DemoArgs {
     /// Shape to compute (see `mamba2 bench --help`).
-    #[arg(long, value_name = "SHAPE", default_value = "b=1,l=1024,h=24,p=64,g=1,n=128")]
+    #[arg(
+        long,
+        value_name = "SHAPE",
+        default_value = "b=1,l=1024,h=24,p=64,g=1,n=128"
+    )]
     pub shape: String,
     #[command(flatten)]
     pub engine: EngineArgs,

@@ -4,7 +4,10 @@ use std::path::{Path, PathBuf};
 
 use mamba2::{CUBIN_DIRECTORY, CacheDir, CubinCache};
 use mamba2_tunedb::ops::{self, Difference, ImportReport, PrunePolicy};
-use mamba2_tunedb::{Bundle, DEFAULT_WAIT, Environment, LocalDb, Record, Shipped, TuneDbError, TuneKey, validate, write_text};
+use mamba2_tunedb::{
+    Bundle, DEFAULT_WAIT, Environment, LocalDb, Record, Shipped, TuneDbError, TuneKey, validate,
+    write_text,
+};
 use serde_json::{Value, json};
 
 use crate::cli::{DbArgs, DbCommand};
@@ -19,12 +22,17 @@ impl From<TuneDbError> for CliError {
 
 /// Runs the command.
 pub fn run(args: &DbArgs) -> Result<(), CliError> {
-    let db = Db { cache: CacheDir::decide(&Environment::from_process()), json: args.json };
+    let db = Db {
+        cache: CacheDir::decide(&Environment::from_process()),
+        json: args.json,
+    };
     match &args.command {
         DbCommand::List { filter } => db.list(filter),
         DbCommand::Show { key } => db.show(key),
         DbCommand::Export { output, filter } => db.export(output, filter),
-        DbCommand::Import { file } => db.report_import(&ops::import(&db.local()?, file, DEFAULT_WAIT)?),
+        DbCommand::Import { file } => {
+            db.report_import(&ops::import(&db.local()?, file, DEFAULT_WAIT)?)
+        }
         DbCommand::Merge { sources } => db.merge(sources),
         DbCommand::Diff { left, right } => db.diff(left, right.as_deref()),
         DbCommand::Verify => db.verify(),
@@ -42,7 +50,11 @@ struct Db {
 impl Db {
     /// Prints `value` with `--json`, else `text`.
     fn say(&self, text: &str, value: &Value) -> Result<(), CliError> {
-        if self.json { print::json(value) } else { print::out(text) }
+        if self.json {
+            print::json(value)
+        } else {
+            print::out(text)
+        }
     }
 
     fn local(&self) -> Result<LocalDb, CliError> {
@@ -58,12 +70,17 @@ impl Db {
     }
 
     fn list(&self, filter: &str) -> Result<(), CliError> {
-        let shipped = Shipped::embedded().records().collect::<Result<Vec<_>, _>>()?;
+        let shipped = Shipped::embedded()
+            .records()
+            .collect::<Result<Vec<_>, _>>()?;
         let mut rows = Vec::new();
         let mut lines = Vec::new();
         for (origin, records) in [("local", self.local_records()?), ("shipped", shipped)] {
             for r in ops::select(records, filter) {
-                lines.push(format!("{origin:<8} {:>10.2} us  {}", r.evidence.median_us, r.key));
+                lines.push(format!(
+                    "{origin:<8} {:>10.2} us  {}",
+                    r.evidence.median_us, r.key
+                ));
                 rows.push(json!({
                     "origin": origin, "key": r.key, "config": r.config, "median_us": r.evidence.median_us,
                     "default_median_us": r.evidence.default_median_us, "gpu": r.evidence.gpu,
@@ -71,7 +88,9 @@ impl Db {
             }
         }
         if lines.is_empty() {
-            lines.push("no records; `mamba2 tune` makes some, `mamba2 db import` brings some".into());
+            lines.push(
+                "no records; `mamba2 tune` makes some, `mamba2 db import` brings some".into(),
+            );
         }
         self.say(&lines.join("\n"), &rows.into_iter().collect())
     }
@@ -80,14 +99,21 @@ impl Db {
         let key: TuneKey = text.parse()?;
         let mut shown = match &self.cache.path {
             // Where nothing was tuned, looking must not make a store.
-            Some(_) if self.local()?.root().is_dir() => ops::show(&self.local()?, &key, DEFAULT_WAIT)?,
-            _ => ops::Shown { record: None, timings: Vec::new() },
+            Some(_) if self.local()?.root().is_dir() => {
+                ops::show(&self.local()?, &key, DEFAULT_WAIT)?
+            }
+            _ => ops::Shown {
+                record: None,
+                timings: Vec::new(),
+            },
         };
         if shown.record.is_none() {
             shown.record = Shipped::embedded().get(&key)?;
         }
         if shown.record.is_none() && shown.timings.is_empty() {
-            return Err(CliError::Usage(format!("nothing is known for {key}; see `mamba2 db list`")));
+            return Err(CliError::Usage(format!(
+                "nothing is known for {key}; see `mamba2 db list`"
+            )));
         }
         // Named data: JSON is how people read it, too.
         print::json(&json!(shown))
@@ -110,13 +136,22 @@ impl Db {
             files.push(output.to_path_buf());
         }
         let names: Vec<String> = files.iter().map(|f| f.display().to_string()).collect();
-        let text = format!("wrote {} records to {}{}", count - faults.len(), names.join(", "), list_faults(&faults));
-        self.say(&text, &json!({ "records": count - faults.len(), "files": files, "refused": faults }))
+        let text = format!(
+            "wrote {} records to {}{}",
+            count - faults.len(),
+            names.join(", "),
+            list_faults(&faults)
+        );
+        self.say(
+            &text,
+            &json!({ "records": count - faults.len(), "files": files, "refused": faults }),
+        )
     }
 
     fn merge(&self, sources: &[PathBuf]) -> Result<(), CliError> {
         let db = self.local()?;
-        let (folders, files): (Vec<PathBuf>, Vec<PathBuf>) = sources.iter().cloned().partition(|p| p.is_dir());
+        let (folders, files): (Vec<PathBuf>, Vec<PathBuf>) =
+            sources.iter().cloned().partition(|p| p.is_dir());
         // Everything must be readable before anything is written.
         for file in &files {
             ops::read_records(file, &mut Vec::new())?;
@@ -159,9 +194,20 @@ impl Db {
             match difference {
                 Difference::OnlyLeft { key } => lines.push(format!("only left   {key}")),
                 Difference::OnlyRight { key } => lines.push(format!("only right  {key}")),
-                Difference::Config { key, left_us, right_us, parameters } => {
-                    lines.push(format!("differs     {key}: {left_us:.2} us, {right_us:.2} us"));
-                    lines.extend(parameters.iter().map(|(name, (l, r))| format!("            {name}: {l} -> {r}")));
+                Difference::Config {
+                    key,
+                    left_us,
+                    right_us,
+                    parameters,
+                } => {
+                    lines.push(format!(
+                        "differs     {key}: {left_us:.2} us, {right_us:.2} us"
+                    ));
+                    lines.extend(
+                        parameters
+                            .iter()
+                            .map(|(name, (l, r))| format!("            {name}: {l} -> {r}")),
+                    );
                 }
             }
         }
@@ -169,7 +215,10 @@ impl Db {
             lines.push("the same configs".into());
         }
         let text = format!("{}{}", lines.join("\n"), list_faults(&faults));
-        self.say(&text, &json!({ "differences": differences, "unreadable": faults }))
+        self.say(
+            &text,
+            &json!({ "differences": differences, "unreadable": faults }),
+        )
     }
 
     fn verify(&self) -> Result<(), CliError> {
@@ -197,20 +246,28 @@ impl Db {
         self.say(&text, &value)?;
         match report.faults.len() {
             0 => Ok(()),
-            n => Err(CliError::CheckFailed(format!("{n} faults in the tuning database; `mamba2 db prune` drops what cannot be used"))),
+            n => Err(CliError::CheckFailed(format!(
+                "{n} faults in the tuning database; `mamba2 db prune` drops what cannot be used"
+            ))),
         }
     }
 
     fn prune(&self) -> Result<(), CliError> {
         let db = self.local()?;
         let kernels = match &self.cache.path {
-            Some(path) => CubinCache::new(path.join(CUBIN_DIRECTORY)).prune(mamba2_cuda::DEFAULT_CACHE_BYTES)?,
+            Some(path) => CubinCache::new(path.join(CUBIN_DIRECTORY))
+                .prune(mamba2_cuda::DEFAULT_CACHE_BYTES)?,
             None => mamba2_cuda::Pruned::default(),
         };
         let report = ops::prune(&db, &PrunePolicy::default(), DEFAULT_WAIT)?;
         let text = format!(
             "removed {} records, {} timings, {} left-over files, {} kernels; the database has {} bytes, had {}",
-            report.records, report.timings, report.leftovers, kernels.files_removed, report.bytes_after, report.bytes_before
+            report.records,
+            report.timings,
+            report.leftovers,
+            kernels.files_removed,
+            report.bytes_after,
+            report.bytes_before
         );
         let mut value = json!(report);
         value["kernels"] = json!(kernels.files_removed);
@@ -221,7 +278,12 @@ impl Db {
     fn path(&self) -> Result<(), CliError> {
         let report = ops::path(&self.cache);
         let text = match &report.cache_dir {
-            Some(path) => format!("{}\n({}; the database has {} bytes)", path.display(), report.reason, report.bytes),
+            Some(path) => format!(
+                "{}\n({}; the database has {} bytes)",
+                path.display(),
+                report.reason,
+                report.bytes
+            ),
             None => format!("none\n({})", report.reason),
         };
         self.say(&text, &json!(report))
@@ -234,10 +296,19 @@ impl Db {
             None => Vec::new(),
         };
         if records.is_empty() && cubins.is_empty() {
-            return Err(CliError::Usage("nothing to bundle yet: tune or run on the GPU first".into()));
+            return Err(CliError::Usage(
+                "nothing to bundle yet: tune or run on the GPU first".into(),
+            ));
         }
-        let cubins = cubins.into_iter().map(|c| (c.key.to_text(), c.compiled.cubin));
-        let manifest = Bundle::write(output, &format!("mamba2 {}", env!("CARGO_PKG_VERSION")), records, cubins)?;
+        let cubins = cubins
+            .into_iter()
+            .map(|c| (c.key.to_text(), c.compiled.cubin));
+        let manifest = Bundle::write(
+            output,
+            &format!("mamba2 {}", env!("CARGO_PKG_VERSION")),
+            records,
+            cubins,
+        )?;
         self.say(
             &format!("wrote {} records and {} kernels to {}", manifest.records, manifest.cubins, output.display()),
             &json!({ "records": manifest.records, "kernels": manifest.cubins, "archs": manifest.archs, "file": output }),

@@ -12,18 +12,30 @@ use crate::print;
 pub fn run(args: &DoctorArgs) -> Result<(), CliError> {
     let found = mamba2::availability();
     let cache = CacheDir::decide(&Environment::from_process());
-    if args.json { print::json(&to_json(&found, &cache)) } else { print::out(&to_text(&found, &cache)) }
+    if args.json {
+        print::json(&to_json(&found, &cache))
+    } else {
+        print::out(&to_text(&found, &cache))
+    }
 }
 
 fn to_text(found: &Availability, cache: &CacheDir) -> String {
     let mut lines = vec![format!("mamba2        {}", env!("CARGO_PKG_VERSION"))];
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    lines.push(format!("cpu           ok, {threads} threads; needs nothing else"));
+    lines.push(format!(
+        "cpu           ok, {threads} threads; needs nothing else"
+    ));
     match &found.driver {
         Ok(driver) => {
-            lines.push(format!("driver        ok, CUDA {}.{} from {}", driver.version.0, driver.version.1, driver.path));
+            lines.push(format!(
+                "driver        ok, CUDA {}.{} from {}",
+                driver.version.0, driver.version.1, driver.path
+            ));
             if driver.devices.is_empty() {
-                lines.push("gpu           MISSING: the driver shows no device; see CUDA_VISIBLE_DEVICES".into());
+                lines.push(
+                    "gpu           MISSING: the driver shows no device; see CUDA_VISIBLE_DEVICES"
+                        .into(),
+                );
             }
             for device in &driver.devices {
                 let facts = &device.facts;
@@ -42,22 +54,42 @@ fn to_text(found: &Availability, cache: &CacheDir) -> String {
                 ));
             }
         }
-        Err(error) => lines.push(format!("driver        MISSING: {}", indent(&error.to_string()))),
+        Err(error) => lines.push(format!(
+            "driver        MISSING: {}",
+            indent(&error.to_string())
+        )),
     }
     match &found.nvrtc {
         Ok(nvrtc) => {
             let archs: Vec<String> = nvrtc.archs.iter().map(|a| a.0.to_string()).collect();
-            lines.push(format!("nvrtc         ok, {} from {}, compiles for {}", nvrtc.version, nvrtc.path, archs.join(" ")));
+            lines.push(format!(
+                "nvrtc         ok, {} from {}, compiles for {}",
+                nvrtc.version,
+                nvrtc.path,
+                archs.join(" ")
+            ));
         }
-        Err(error) => lines.push(format!("nvrtc         MISSING: {}", indent(&error.to_string()))),
+        Err(error) => lines.push(format!(
+            "nvrtc         MISSING: {}",
+            indent(&error.to_string())
+        )),
     }
     match &cache.path {
         Some(path) => {
-            lines.push(format!("cache         {} ({})", path.display(), cache.reason));
+            lines.push(format!(
+                "cache         {} ({})",
+                path.display(),
+                cache.reason
+            ));
             let cubins = CubinCache::new(path.join(CUBIN_DIRECTORY)).export().len();
-            lines.push(format!("kernels       {cubins} compiled, in {CUBIN_DIRECTORY}"));
+            lines.push(format!(
+                "kernels       {cubins} compiled, in {CUBIN_DIRECTORY}"
+            ));
         }
-        None => lines.push(format!("cache         none: {}; kernels are compiled anew by each process", cache.reason)),
+        None => lines.push(format!(
+            "cache         none: {}; kernels are compiled anew by each process",
+            cache.reason
+        )),
     }
     if let Some(kind) = &cache.network_file_system {
         lines.push(format!("cache         on {kind}: the tuning store needs a local disk, set MAMBA2_CACHE_DIR to tune here"));
@@ -90,7 +122,9 @@ fn to_json(found: &Availability, cache: &CacheDir) -> Value {
         Err(error) => json!({ "error": error.to_string() }),
     };
     let nvrtc = match &found.nvrtc {
-        Ok(nvrtc) => json!({ "path": nvrtc.path, "version": nvrtc.version.to_string(), "archs": nvrtc.archs }),
+        Ok(nvrtc) => {
+            json!({ "path": nvrtc.path, "version": nvrtc.version.to_string(), "archs": nvrtc.archs })
+        }
         Err(error) => json!({ "error": error.to_string() }),
     };
     json!({

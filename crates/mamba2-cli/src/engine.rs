@@ -12,8 +12,8 @@ use crate::tuning;
 impl From<Error> for CliError {
     fn from(error: Error) -> CliError {
         match error {
-            _ if error.is_no_device() => CliError::NoDevice(error.to_string()),
             Error::Cuda(error) => error.into(),
+            _ if error.is_no_device() => CliError::NoDevice(error.to_string()),
             Error::Spec(error) => error.into(),
             other => CliError::Failed(other.to_string()),
         }
@@ -23,13 +23,38 @@ impl From<Error> for CliError {
 impl From<CudaError> for CliError {
     fn from(error: CudaError) -> CliError {
         match error {
-            CudaError::UnsupportedArch { .. } | CudaError::Spec(SpecError::Size { name: "compute capability", .. }) => {
-                CliError::NoDevice(error.to_string())
-            }
+            CudaError::UnsupportedArch { .. }
+            | CudaError::Spec(SpecError::Size {
+                name: "compute capability",
+                ..
+            }) => CliError::NoDevice(error.to_string()),
             CudaError::Spec(error) => error.into(),
-            other if Error::from(other.clone()).is_no_device() => CliError::NoDevice(other.to_string()),
+            other if Error::from(other.clone()).is_no_device() => CliError::NoDevice(format!(
+                "{}; `--backend cpu` computes without a GPU",
+                brief(&other)
+            )),
             other => CliError::Failed(other.to_string()),
         }
+    }
+}
+
+/// Why CUDA cannot be used, in one line.
+pub fn brief(error: &CudaError) -> String {
+    match error {
+        CudaError::NoDriver { .. } => {
+            "no CUDA driver was found (`mamba2 doctor` lists what was tried)".into()
+        }
+        CudaError::NvrtcMissing { .. } => {
+            "no NVRTC library was found (`mamba2 doctor` lists what was tried); \
+             `pip install nvidia-cuda-nvrtc`, or set MAMBA2_NVRTC_PATH"
+                .into()
+        }
+        other => other
+            .to_string()
+            .lines()
+            .next()
+            .unwrap_or_default()
+            .to_string(),
     }
 }
 
@@ -59,9 +84,11 @@ pub fn open(args: &EngineArgs) -> Result<Engine, CliError> {
         });
     }
     let engine = builder.tuner(tuning::hook()).build()?;
-    if let Some(reason) = engine.passed_over().filter(|_| args.backend == BackendArg::Auto) {
-        let reason = reason.to_string();
-        eprintln!("mamba2: computing on the CPU: {}", reason.lines().next().unwrap_or_default());
+    if let Some(reason) = engine
+        .passed_over()
+        .filter(|_| args.backend == BackendArg::Auto)
+    {
+        eprintln!("mamba2: computing on the CPU: {}", brief(reason));
     }
     Ok(engine)
 }
@@ -70,15 +97,23 @@ fn read_config(path: &Path) -> Result<StrategyConfig, CliError> {
     let text = std::fs::read_to_string(path).map_err(CliError::io(path, "read"))?;
     serde_json::from_str(&text).map_err(|e| CliError::File {
         path: path.into(),
-        reason: format!("expected a config as JSON, as `mamba2 explain --json` prints under \"config\": {e}"),
+        reason: format!(
+            "expected a config as JSON, as `mamba2 explain --json` prints under \"config\": {e}"
+        ),
     })
 }
 
 /// `cpu, 2 threads`, or the GPU's name and facts.
 pub fn describe(engine: &Engine) -> String {
     match engine.device_facts() {
-        Some(facts) => format!("cuda, {} ({}, {} multiprocessors)", facts.name, facts.arch, facts.sm_count),
-        None => format!("cpu, {} threads", std::thread::available_parallelism().map_or(1, usize::from)),
+        Some(facts) => format!(
+            "cuda, {} ({}, {} multiprocessors)",
+            facts.name, facts.arch, facts.sm_count
+        ),
+        None => format!(
+            "cpu, {} threads",
+            std::thread::available_parallelism().map_or(1, usize::from)
+        ),
     }
 }
 
@@ -94,7 +129,9 @@ pub fn backend_name(engine: &Engine) -> &'static str {
 pub fn describe_choice<C>(choice: &Choice<C>) -> String {
     match choice.tier {
         None => String::new(),
-        Some(tier) if choice.distance > 0.0 => format!("config: {tier}, distance {:.2}", choice.distance),
+        Some(tier) if choice.distance > 0.0 => {
+            format!("config: {tier}, distance {:.2}", choice.distance)
+        }
         Some(tier) => format!("config: {tier}"),
     }
 }

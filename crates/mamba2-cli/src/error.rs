@@ -60,18 +60,28 @@ impl CliError {
     /// A refusal of something in a file.
     pub fn in_file(path: &Path) -> impl Fn(SpecError) -> CliError {
         let context = format!("{}: ", path.display());
-        move |source| CliError::Spec { context: context.clone(), source }
+        move |source| CliError::Spec {
+            context: context.clone(),
+            source,
+        }
     }
 
     /// A file that cannot be read or written.
     pub fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> CliError {
         let path = path.to_path_buf();
-        move |source| CliError::Io { path, action, source }
+        move |source| CliError::Io {
+            path,
+            action,
+            source,
+        }
     }
 }
 
 impl From<SpecError> for CliError {
     fn from(source: SpecError) -> CliError {
-        CliError::Spec { context: String::new(), source }
+        CliError::Spec {
+            context: String::new(),
+            source,
+        }
     }
 }

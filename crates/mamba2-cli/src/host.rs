@@ -29,19 +29,31 @@ impl OwnedTensor {
             Dtype::F16 => Elements::F16(vec![f16::ZERO; n]),
             Dtype::F32 => Elements::F32(vec![0.0; n]),
         };
-        OwnedTensor { meta: TensorMeta::contiguous(Some(dtype), shape), elements }
+        OwnedTensor {
+            meta: TensorMeta::contiguous(Some(dtype), shape),
+            elements,
+        }
     }
 
     /// From little-endian bytes; `dtype` is `None` for i32. The length must be the product of `shape` times the element size.
     pub fn from_le_bytes(dtype: Option<Dtype>, shape: &[usize], bytes: &[u8]) -> OwnedTensor {
         let (pairs, quads) = (bytes.as_chunks::<2>().0, bytes.as_chunks::<4>().0);
         let elements = match dtype {
-            Some(Dtype::Bf16) => Elements::Bf16(pairs.iter().map(|b| bf16::from_le_bytes(*b)).collect()),
-            Some(Dtype::F16) => Elements::F16(pairs.iter().map(|b| f16::from_le_bytes(*b)).collect()),
-            Some(Dtype::F32) => Elements::F32(quads.iter().map(|b| f32::from_le_bytes(*b)).collect()),
+            Some(Dtype::Bf16) => {
+                Elements::Bf16(pairs.iter().map(|b| bf16::from_le_bytes(*b)).collect())
+            }
+            Some(Dtype::F16) => {
+                Elements::F16(pairs.iter().map(|b| f16::from_le_bytes(*b)).collect())
+            }
+            Some(Dtype::F32) => {
+                Elements::F32(quads.iter().map(|b| f32::from_le_bytes(*b)).collect())
+            }
             None => Elements::I32(quads.iter().map(|b| i32::from_le_bytes(*b)).collect()),
         };
-        OwnedTensor { meta: TensorMeta::contiguous(dtype, shape), elements }
+        OwnedTensor {
+            meta: TensorMeta::contiguous(dtype, shape),
+            elements,
+        }
     }
 
     /// From float64 values, rounded to `dtype`.
@@ -51,12 +63,18 @@ impl OwnedTensor {
             Dtype::F16 => Elements::F16(values.iter().map(|v| f16::from_f64(*v)).collect()),
             Dtype::F32 => Elements::F32(values.iter().map(|v| *v as f32).collect()),
         };
-        OwnedTensor { meta: TensorMeta::contiguous(Some(dtype), shape), elements }
+        OwnedTensor {
+            meta: TensorMeta::contiguous(Some(dtype), shape),
+            elements,
+        }
     }
 
     /// An index tensor.
     pub fn from_i32(shape: &[usize], values: Vec<i32>) -> OwnedTensor {
-        OwnedTensor { meta: TensorMeta::contiguous(None, shape), elements: Elements::I32(values) }
+        OwnedTensor {
+            meta: TensorMeta::contiguous(None, shape),
+            elements: Elements::I32(values),
+        }
     }
 
     /// Extents of the axes.

@@ -9,7 +9,9 @@ pub fn out(text: &str) -> Result<(), CliError> {
     let mut stdout = std::io::stdout().lock();
     let newline = if text.ends_with('\n') { "" } else { "\n" };
     match write!(stdout, "{text}{newline}").and_then(|()| stdout.flush()) {
-        Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(CliError::Failed(format!("cannot write to standard output: {e}"))),
+        Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(CliError::Failed(format!(
+            "cannot write to standard output: {e}"
+        ))),
         _ => Ok(()),
     }
 }

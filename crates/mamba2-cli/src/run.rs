@@ -34,10 +34,17 @@ pub fn run(args: &RunArgs) -> Result<(), CliError> {
     }
     let engine = open(&args.engine)?;
     let done = compute(&engine, &case)?;
-    let check = args.check.then(|| spin("comparing", || check(&case, &done.outputs)));
+    let check = args
+        .check
+        .then(|| spin("comparing", || check(&case, &done.outputs)));
     if let Some(path) = &args.output {
         let mut tensors = vec![("out", &done.outputs.out)];
-        tensors.extend(done.outputs.final_states.as_ref().map(|t| ("final_states", t)));
+        tensors.extend(
+            done.outputs
+                .final_states
+                .as_ref()
+                .map(|t| ("final_states", t)),
+        );
         tensor_file::write(path, &tensors, HashMap::new())?;
     }
     if args.json {
@@ -81,25 +88,53 @@ fn compute(engine: &Engine, case: &ForwardCase) -> Result<Done, CliError> {
     spin("computing", || -> Result<(), CliError> {
         Ok(plan.forward_host(&case.views()?, &mut output_views(&mut outputs)?)?)
     })?;
-    Ok(Done { outputs, plan, plan_s, compute_s: start.elapsed().as_secs_f64() })
+    Ok(Done {
+        outputs,
+        plan,
+        plan_s,
+        compute_s: start.elapsed().as_secs_f64(),
+    })
 }
 
 /// Against the file's expected values where it has them, else against the float64 recurrence.
 fn check(case: &ForwardCase, outputs: &ForwardOutputs<OwnedTensor>) -> Check {
     let bounds = Bounds::of(&case.problem);
-    let wants_oracle = case.expected_out.is_none() || (outputs.final_states.is_some() && case.expected_final_states.is_none());
+    let wants_oracle = case.expected_out.is_none()
+        || (outputs.final_states.is_some() && case.expected_final_states.is_none());
     let oracle = wants_oracle.then(|| case.oracle());
     let mut check = Check::default();
-    let mut compare = |tensor, bound, got: &OwnedTensor, expected: Option<&Vec<f64>>, oracle: Option<&Vec<f64>>| {
-        let against = if expected.is_some() { "the expected values of the file" } else { "the float64 recurrence" };
+    let mut compare = |tensor,
+                       bound,
+                       got: &OwnedTensor,
+                       expected: Option<&Vec<f64>>,
+                       oracle: Option<&Vec<f64>>| {
+        let against = if expected.is_some() {
+            "the expected values of the file"
+        } else {
+            "the float64 recurrence"
+        };
         if let Some(want) = expected.or(oracle) {
-            check.0.push(Compared::new(tensor, against, bound, &got.to_f64(), want));
+            check
+                .0
+                .push(Compared::new(tensor, against, bound, &got.to_f64(), want));
         }
     };
-    compare("out", bounds.out, &outputs.out, case.expected_out.as_ref(), oracle.as_ref().map(|o| &o.out));
+    compare(
+        "out",
+        bounds.out,
+        &outputs.out,
+        case.expected_out.as_ref(),
+        oracle.as_ref().map(|o| &o.out),
+    );
     if let Some(states) = &outputs.final_states {
         let expected = case.expected_final_states.as_ref();
-        compare("final_states", bounds.states, states, expected, oracle.as_ref().map(|o| &o.final_states));
+        compare(
+            "final_states",
+            bounds.states,
+            states,
+            expected,
+            oracle.as_ref().map(|o| &o.final_states),
+        );
     }
     check
 }
@@ -111,7 +146,11 @@ fn report_text(engine: &Engine, case: &ForwardCase, done: &Done, check: Option<&
         text += &format!("; {choice}");
     }
     // On CUDA the second number is mostly copying; `mamba2 bench` times the kernels.
-    text += &format!("\nprepared in {:.1} ms, computed in {:.1} ms\n", done.plan_s * 1e3, done.compute_s * 1e3);
+    text += &format!(
+        "\nprepared in {:.1} ms, computed in {:.1} ms\n",
+        done.plan_s * 1e3,
+        done.compute_s * 1e3
+    );
     text + &check.map(Check::text).unwrap_or_default()
 }
 

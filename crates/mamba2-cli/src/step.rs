@@ -28,7 +28,11 @@ pub fn run(args: &StepArgs) -> Result<(), CliError> {
     let compute_ms = start.elapsed().as_secs_f64() * 1e3;
     let check = args.check.then(|| check(&case, &outputs));
     if let Some(path) = &args.output {
-        tensor_file::write(path, &[("out", &outputs.out), ("state", &outputs.state)], HashMap::new())?;
+        tensor_file::write(
+            path,
+            &[("out", &outputs.out), ("state", &outputs.state)],
+            HashMap::new(),
+        )?;
     }
     if args.json {
         print::json(&json!({
@@ -48,7 +52,10 @@ pub fn run(args: &StepArgs) -> Result<(), CliError> {
         if !choice.is_empty() {
             text += &format!("; {choice}");
         }
-        text += &format!("\ncomputed in {compute_ms:.1} ms\n{}", check.as_ref().map(Check::text).unwrap_or_default());
+        text += &format!(
+            "\ncomputed in {compute_ms:.1} ms\n{}",
+            check.as_ref().map(Check::text).unwrap_or_default()
+        );
         if let Some(path) = &args.output {
             text += &format!("wrote {}\n", path.display());
         }
@@ -61,12 +68,34 @@ fn check(case: &StepCase, outputs: &StepOutputs<OwnedTensor>) -> Check {
     let bounds = Bounds::of_step(&case.problem);
     let oracle = oracle(case);
     let one = |tensor, bound, got: &OwnedTensor, expected: Option<&Vec<f64>>, oracle: &Vec<f64>| {
-        let against = if expected.is_some() { "the expected values of the file" } else { "the float64 recurrence" };
-        Compared::new(tensor, against, bound, &got.to_f64(), expected.unwrap_or(oracle))
+        let against = if expected.is_some() {
+            "the expected values of the file"
+        } else {
+            "the float64 recurrence"
+        };
+        Compared::new(
+            tensor,
+            against,
+            bound,
+            &got.to_f64(),
+            expected.unwrap_or(oracle),
+        )
     };
     Check(vec![
-        one("out", bounds.out, &outputs.out, case.expected_out.as_ref(), &oracle.out),
-        one("state", bounds.states, &outputs.state, case.expected_state.as_ref(), &oracle.state),
+        one(
+            "out",
+            bounds.out,
+            &outputs.out,
+            case.expected_out.as_ref(),
+            &oracle.out,
+        ),
+        one(
+            "state",
+            bounds.states,
+            &outputs.state,
+            case.expected_state.as_ref(),
+            &oracle.state,
+        ),
     ])
 }
 
@@ -82,7 +111,11 @@ fn oracle(case: &StepCase) -> mamba2_reference::StepRefOutputs {
         d: optional(&i.d),
         z: optional(&i.z),
         dt_bias: optional(&i.dt_bias),
-        state_batch_indices: i.state_batch_indices.as_ref().and_then(OwnedTensor::as_i32).map(<[i32]>::to_vec),
+        state_batch_indices: i
+            .state_batch_indices
+            .as_ref()
+            .and_then(OwnedTensor::as_i32)
+            .map(<[i32]>::to_vec),
         state: case.state.to_f64(),
     };
     mamba2_reference::step(&case.problem, &inputs)

@@ -27,23 +27,51 @@ impl TensorFile {
         TensorFile::parse(path, &bytes, known, known_keys)
     }
 
-    fn parse(path: &Path, bytes: &[u8], known: &[&str], known_keys: &[&str]) -> Result<TensorFile, CliError> {
-        let refuse = |reason: String| CliError::File { path: path.into(), reason };
-        let damaged = |e| refuse(format!("expected a whole safetensors file, got {} bytes that are not one: {e}", bytes.len()));
+    fn parse(
+        path: &Path,
+        bytes: &[u8],
+        known: &[&str],
+        known_keys: &[&str],
+    ) -> Result<TensorFile, CliError> {
+        let refuse = |reason: String| CliError::File {
+            path: path.into(),
+            reason,
+        };
+        let damaged = |e| {
+            refuse(format!(
+                "expected a whole safetensors file, got {} bytes that are not one: {e}",
+                bytes.len()
+            ))
+        };
         let (_, header) = SafeTensors::read_metadata(bytes).map_err(damaged)?;
         let views = SafeTensors::deserialize(bytes).map_err(damaged)?;
-        let metadata: BTreeMap<String, String> = header.metadata().iter().flatten().map(|(k, v)| (k.clone(), v.clone())).collect();
+        let metadata: BTreeMap<String, String> = header
+            .metadata()
+            .iter()
+            .flatten()
+            .map(|(k, v)| (k.clone(), v.clone()))
+            .collect();
         if let Some(key) = metadata.keys().find(|k| !known_keys.contains(&k.as_str())) {
-            return Err(refuse(format!("metadata: expected only the keys {}, got {key:?}", known_keys.join(" "))));
+            return Err(refuse(format!(
+                "metadata: expected only the keys {}, got {key:?}",
+                known_keys.join(" ")
+            )));
         }
         let mut tensors = BTreeMap::new();
         for (name, view) in views.iter() {
             if !known.contains(&name) {
-                return Err(refuse(format!("tensors: expected only the names {}, got {name:?}", known.join(" "))));
+                return Err(refuse(format!(
+                    "tensors: expected only the names {}, got {name:?}",
+                    known.join(" ")
+                )));
             }
             tensors.insert(name.to_string(), owned(name, &view).map_err(refuse)?);
         }
-        Ok(TensorFile { path: path.into(), tensors, metadata })
+        Ok(TensorFile {
+            path: path.into(),
+            tensors,
+            metadata,
+        })
     }
 
     /// Takes an optional tensor out.
@@ -53,7 +81,8 @@ impl TensorFile {
 
     /// Takes a required tensor out.
     pub fn require(&mut self, name: &str) -> Result<OwnedTensor, CliError> {
-        self.take(name).ok_or_else(|| self.refuse(format!("{name}: expected a tensor of this name, got none")))
+        self.take(name)
+            .ok_or_else(|| self.refuse(format!("{name}: expected a tensor of this name, got none")))
     }
 
     /// An option of the metadata.
@@ -63,7 +92,10 @@ impl TensorFile {
 
     /// An error about this file.
     pub fn refuse(&self, reason: String) -> CliError {
-        CliError::File { path: self.path.clone(), reason }
+        CliError::File {
+            path: self.path.clone(),
+            reason,
+        }
     }
 }
 
@@ -73,17 +105,30 @@ fn owned(name: &str, view: &TensorView<'_>) -> Result<OwnedTensor, String> {
         safetensors::Dtype::F16 => Some(Dtype::F16),
         safetensors::Dtype::F32 => Some(Dtype::F32),
         safetensors::Dtype::I32 => None,
-        other => return Err(format!("{name}: expected dtype bf16, f16, f32 or i32, got {other:?}")),
+        other => {
+            return Err(format!(
+                "{name}: expected dtype bf16, f16, f32 or i32, got {other:?}"
+            ));
+        }
     };
     if view.shape().len() > 4 {
-        return Err(format!("{name}: expected at most 4 axes, got shape {:?}", view.shape()));
+        return Err(format!(
+            "{name}: expected at most 4 axes, got shape {:?}",
+            view.shape()
+        ));
     }
     Ok(OwnedTensor::from_le_bytes(dtype, view.shape(), view.data()))
 }
 
 /// Writes `tensors` to `path` by writing a neighbour, syncing it and renaming it.
-pub fn write(path: &Path, tensors: &[(&str, &OwnedTensor)], metadata: HashMap<String, String>) -> Result<(), CliError> {
-    let failed = |e: safetensors::SafeTensorError| CliError::Failed(format!("{}: cannot lay out tensors: {e}", path.display()));
+pub fn write(
+    path: &Path,
+    tensors: &[(&str, &OwnedTensor)],
+    metadata: HashMap<String, String>,
+) -> Result<(), CliError> {
+    let failed = |e: safetensors::SafeTensorError| {
+        CliError::Failed(format!("{}: cannot lay out tensors: {e}", path.display()))
+    };
     let bytes: Vec<Vec<u8>> = tensors.iter().map(|(_, t)| t.to_le_bytes()).collect();
     let mut views = Vec::new();
     for ((name, tensor), bytes) in tensors.iter().zip(&bytes) {
@@ -93,7 +138,10 @@ pub fn write(path: &Path, tensors: &[(&str, &OwnedTensor)], metadata: HashMap<St
             Some(Dtype::F32) => safetensors::Dtype::F32,
             None => safetensors::Dtype::I32,
         };
-        views.push((*name, TensorView::new(dtype, tensor.shape().to_vec(), bytes).map_err(failed)?));
+        views.push((
+            *name,
+            TensorView::new(dtype, tensor.shape().to_vec(), bytes).map_err(failed)?,
+        ));
     }
     let whole = safetensors::serialize(views, Some(metadata)).map_err(failed)?;
     write_whole(path, &whole)
@@ -106,7 +154,10 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), CliError> {
         _ => Path::new("."),
     };
     let publish = || -> std::io::Result<()> {
-        let mut file = tempfile::Builder::new().prefix(".mamba2-").permissions_of_new_file().tempfile_in(folder)?;
+        let mut file = tempfile::Builder::new()
+            .prefix(".mamba2-")
+            .permissions_of_new_file()
+            .tempfile_in(folder)?;
         file.write_all(bytes)?;
         file.as_file().sync_all()?;
         file.persist(path)?;

@@ -6,11 +6,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use indicatif::{MultiProgress, ProgressBar};
-use mamba2::{CUBIN_DIRECTORY, CacheDir, Device, DeviceFacts, Jit, Ladder, Problem, Record, StepProblem, Tier, TuneHook};
+use mamba2::{
+    CUBIN_DIRECTORY, CacheDir, Device, DeviceFacts, Jit, Ladder, Problem, Record, StepProblem,
+    Tier, TuneHook,
+};
 use mamba2_cuda::{forward_template_digest, step_template_digest};
 use mamba2_tunedb::{Environment, LocalDb, TuneKey};
 use mamba2_tuner::worker::{Launch, RemoteExecutor, worker_main};
-use mamba2_tuner::{DbSink, Executor, JobReport, Policy, Progress, Shard, Target, TunerError, run_job, shapes, tune_target};
+use mamba2_tuner::{
+    DbSink, Executor, JobReport, Policy, Progress, Shard, Target, TunerError, run_job, shapes,
+    tune_target,
+};
 
 use crate::cli::TuneArgs;
 use crate::error::CliError;
@@ -37,20 +43,40 @@ pub fn run(args: &TuneArgs) -> Result<(), CliError> {
     let db = LocalDb::in_cache(&cache)?;
     let devices = devices(&args.device)?;
     if args.resume {
-        let ladder = Ladder::builder().cache(&cache).templates(forward_template_digest(), step_template_digest()).build();
+        let ladder = Ladder::builder()
+            .cache(&cache)
+            .templates(forward_template_digest(), step_template_digest())
+            .build();
         let before = targets.len();
-        let todo: Vec<bool> = targets.iter().map(|t| !is_done(&ladder, t, devices[0].facts())).collect();
+        let todo: Vec<bool> = targets
+            .iter()
+            .map(|t| !is_done(&ladder, t, devices[0].facts()))
+            .collect();
         // Only whole entries go, so that the shards of a list stay what they are.
-        targets = targets.into_iter().enumerate().filter(|(i, _)| shard.takes(*i) && todo[*i]).map(|(_, t)| t).collect();
+        targets = targets
+            .into_iter()
+            .enumerate()
+            .filter(|(i, _)| shard.takes(*i) && todo[*i])
+            .map(|(_, t)| t)
+            .collect();
         eprintln!("mamba2: {} of {before} shapes to tune here", targets.len());
     }
     let shard = if args.resume { Shard::ALL } else { shard };
     let policy = Policy::default();
-    let executors: Vec<RemoteExecutor> =
-        devices.iter().map(|d| start(d.info().ordinal, cubins(&cache), &policy)).collect::<Result<_, _>>()?;
+    let executors: Vec<RemoteExecutor> = devices
+        .iter()
+        .map(|d| start(d.info().ordinal, cubins(&cache), &policy))
+        .collect::<Result<_, _>>()?;
     drop(devices);
     let executors: Vec<&dyn Executor> = executors.iter().map(|e| e as &dyn Executor).collect();
-    let job = run_job(&targets, shard, &executors, &DbSink::new(db), &Bars::new(), &policy)?;
+    let job = run_job(
+        &targets,
+        shard,
+        &executors,
+        &DbSink::new(db),
+        &Bars::new(),
+        &policy,
+    )?;
     report(args, &job)
 }
 
@@ -64,20 +90,31 @@ fn report(args: &TuneArgs, job: &JobReport) -> Result<(), CliError> {
         write_whole(path, job.to_html().as_bytes())?;
     }
     if args.json {
-        print::out(&job.to_json().map_err(|e| CliError::Failed(format!("report: {e}")))?)?;
+        print::out(
+            &job.to_json()
+                .map_err(|e| CliError::Failed(format!("report: {e}")))?,
+        )?;
     } else {
         print::out(&job.table())?;
     }
     match job.failed.first() {
         None => Ok(()),
-        Some(first) => Err(CliError::Failed(format!("{} shapes could not be tuned, such as {}: {}", job.failed.len(), first.shape, first.reason))),
+        Some(first) => Err(CliError::Failed(format!(
+            "{} shapes could not be tuned, such as {}: {}",
+            job.failed.len(),
+            first.shape,
+            first.reason
+        ))),
     }
 }
 
 fn targets(args: &TuneArgs) -> Result<Vec<Target>, CliError> {
     if let Some(path) = &args.shapes {
         let text = std::fs::read_to_string(path).map_err(CliError::io(path, "read"))?;
-        return shapes::parse(&text).map_err(|e| CliError::File { path: path.clone(), reason: e.to_string() });
+        return shapes::parse(&text).map_err(|e| CliError::File {
+            path: path.clone(),
+            reason: e.to_string(),
+        });
     }
     let target = |text: &String| -> Result<Target, CliError> {
         let target = match text.strip_prefix("step:") {
@@ -93,10 +130,16 @@ fn targets(args: &TuneArgs) -> Result<Vec<Target>, CliError> {
 /// `--shard`, else what the job scheduler says, else everything.
 fn shard(args: &TuneArgs, environment: &Environment) -> Result<Shard, CliError> {
     if let Some(text) = &args.shard {
-        return text.parse().map_err(|e: TunerError| CliError::Usage(e.to_string()));
+        return text
+            .parse()
+            .map_err(|e: TunerError| CliError::Usage(e.to_string()));
     }
     // A single shape is no job: it is tuned wherever it is asked for.
-    let found = if args.shapes.is_some() { environment.shard()? } else { None };
+    let found = if args.shapes.is_some() {
+        environment.shard()?
+    } else {
+        None
+    };
     match found {
         None => Ok(Shard::ALL),
         Some(s) => {
@@ -109,7 +152,10 @@ fn shard(args: &TuneArgs, environment: &Environment) -> Result<Shard, CliError> 
 /// The named GPUs; without names, every visible GPU with the facts of the first, because a record counts for one kind.
 fn devices(ordinals: &[usize]) -> Result<Vec<Device>, CliError> {
     if !ordinals.is_empty() {
-        return Ok(ordinals.iter().map(|n| Device::open(*n)).collect::<Result<_, _>>()?);
+        return Ok(ordinals
+            .iter()
+            .map(|n| Device::open(*n))
+            .collect::<Result<_, _>>()?);
     }
     let first = Device::open(0)?;
     let mut devices = Vec::new();
@@ -118,7 +164,10 @@ fn devices(ordinals: &[usize]) -> Result<Vec<Device>, CliError> {
         if device.facts().same_for_tuning(first.facts()) {
             devices.push(device);
         } else {
-            eprintln!("mamba2: device {ordinal} ({}) is of another kind; tune it with --device {ordinal}", device.facts().name);
+            eprintln!(
+                "mamba2: device {ordinal} ({}) is of another kind; tune it with --device {ordinal}",
+                device.facts().name
+            );
         }
     }
     devices.insert(0, first);
@@ -128,8 +177,12 @@ fn devices(ordinals: &[usize]) -> Result<Vec<Device>, CliError> {
 fn is_done(ladder: &Ladder, target: &Target, device: &DeviceFacts) -> bool {
     let fresh = |tier: Tier, stale: bool| tier == Tier::Local && !stale;
     match target {
-        Target::Forward(problem) => ladder.look_up(problem, device).is_ok_and(|a| fresh(a.tier, a.stale)),
-        Target::Step(problem) => ladder.look_up_step(problem, device).is_ok_and(|a| fresh(a.tier, a.stale)),
+        Target::Forward(problem) => ladder
+            .look_up(problem, device)
+            .is_ok_and(|a| fresh(a.tier, a.stale)),
+        Target::Step(problem) => ladder
+            .look_up_step(problem, device)
+            .is_ok_and(|a| fresh(a.tier, a.stale)),
     }
 }
 
@@ -138,15 +191,27 @@ fn cubins(cache: &CacheDir) -> Option<PathBuf> {
 }
 
 /// Workers are this very program with a hidden subcommand.
-fn start(ordinal: usize, cubins: Option<PathBuf>, policy: &Policy) -> Result<RemoteExecutor, TunerError> {
-    let program = std::env::current_exe().map_err(|e| TunerError::Device(format!("cannot find this program: {e}")))?;
+fn start(
+    ordinal: usize,
+    cubins: Option<PathBuf>,
+    policy: &Policy,
+) -> Result<RemoteExecutor, TunerError> {
+    let program = std::env::current_exe()
+        .map_err(|e| TunerError::Device(format!("cannot find this program: {e}")))?;
     let launch: Launch = Box::new(move |role| {
         let mut command = Command::new(&program);
         // A role is plain data: names, numbers and a path.
-        command.arg("tune-worker").arg(serde_json::to_string(role).expect("a role should be JSON"));
+        command
+            .arg("tune-worker")
+            .arg(serde_json::to_string(role).expect("a role should be JSON"));
         command
     });
-    RemoteExecutor::start(launch, ordinal, cubins, Duration::from_secs(policy.candidate_timeout_s))
+    RemoteExecutor::start(
+        launch,
+        ordinal,
+        cubins,
+        Duration::from_secs(policy.candidate_timeout_s),
+    )
 }
 
 /// One bar per stage of each shape in hand.
@@ -199,25 +264,57 @@ pub fn hook() -> Arc<dyn TuneHook> {
 struct Hook;
 
 impl Hook {
-    fn tune(target: &Target, key: &TuneKey, device: &Device, jit: &Jit) -> Result<Option<Record>, String> {
+    fn tune(
+        target: &Target,
+        key: &TuneKey,
+        device: &Device,
+        jit: &Jit,
+    ) -> Result<Option<Record>, String> {
         let text = |e: &dyn std::fmt::Display| e.to_string();
         let cache = CacheDir::decide(&Environment::from_process());
         let db = LocalDb::in_cache(&cache).map_err(|e| text(&e))?;
         let policy = Policy::default();
         let cubins = jit.cache().directory().map(PathBuf::from);
         let executor = start(device.info().ordinal, cubins, &policy).map_err(|e| text(&e))?;
-        tune_target(target, &executor, &DbSink::new(db.clone()), &Bars::new(), &policy).map_err(|e| text(&e))?;
+        tune_target(
+            target,
+            &executor,
+            &DbSink::new(db.clone()),
+            &Bars::new(),
+            &policy,
+        )
+        .map_err(|e| text(&e))?;
         let records = mamba2_tunedb::ops::list(&db).map_err(|e| text(&e))?;
         Ok(records.into_iter().find(|record| record.key == *key))
     }
 }
 
 impl TuneHook for Hook {
-    fn tune(&self, problem: &Problem, device: &Device, jit: &Jit) -> Result<Option<Record>, String> {
-        Hook::tune(&Target::Forward(problem.clone()), &TuneKey::forward(problem, device.facts()), device, jit)
+    fn tune(
+        &self,
+        problem: &Problem,
+        device: &Device,
+        jit: &Jit,
+    ) -> Result<Option<Record>, String> {
+        Hook::tune(
+            &Target::Forward(problem.clone()),
+            &TuneKey::forward(problem, device.facts()),
+            device,
+            jit,
+        )
     }
 
-    fn tune_step(&self, problem: &StepProblem, device: &Device, jit: &Jit) -> Result<Option<Record>, String> {
-        Hook::tune(&Target::Step(problem.clone()), &TuneKey::step(problem, device.facts()), device, jit)
+    fn tune_step(
+        &self,
+        problem: &StepProblem,
+        device: &Device,
+        jit: &Jit,
+    ) -> Result<Option<Record>, String> {
+        Hook::tune(
+            &Target::Step(problem.clone()),
+            &TuneKey::step(problem, device.facts()),
+            device,
+            jit,
+        )
     }
 }

@@ -28,7 +28,8 @@ pub fn pairs(sizes: &[usize], tries: usize, allowed: impl Fn(&[usize]) -> bool) 
     // A value that occurs in no allowed row would otherwise cost `tries` for each of its pairs.
     let values: Vec<Vec<usize>> = (0..sizes.len())
         .map(|f| {
-            let occurs = |v: &usize| (0..tries).any(|_| allowed(&random_row(&all, (f, *v), &mut random)));
+            let occurs =
+                |v: &usize| (0..tries).any(|_| allowed(&random_row(&all, (f, *v), &mut random)));
             (0..sizes[f]).filter(occurs).collect()
         })
         .collect();
@@ -37,10 +38,17 @@ pub fn pairs(sizes: &[usize], tries: usize, allowed: impl Fn(&[usize]) -> bool) 
     for a in 0..sizes.len() {
         for b in a + 1..sizes.len() {
             pairs_in_all += sizes[a] * sizes[b];
-            open.extend(values[a].iter().flat_map(|v| values[b].iter().map(move |w| (a, *v, b, *w))));
+            open.extend(
+                values[a]
+                    .iter()
+                    .flat_map(|v| values[b].iter().map(move |w| (a, *v, b, *w))),
+            );
         }
     }
-    let mut covering = Covering { rows: Vec::new(), not_covered: pairs_in_all - open.len() };
+    let mut covering = Covering {
+        rows: Vec::new(),
+        not_covered: pairs_in_all - open.len(),
+    };
     while let Some(seed) = open.first().copied() {
         match best_row(&values, seed, &open, tries, &mut random, &allowed) {
             Some(row) => {
@@ -62,11 +70,22 @@ pub fn pairs(sizes: &[usize], tries: usize, allowed: impl Fn(&[usize]) -> bool) 
 
 /// A few of `rows` in which every value occurs that occurs in any of them.
 pub fn every_value(rows: &[Row]) -> Vec<Row> {
-    let mut open: BTreeSet<(usize, usize)> = rows.iter().flat_map(|r| r.iter().copied().enumerate()).collect();
+    let mut open: BTreeSet<(usize, usize)> = rows
+        .iter()
+        .flat_map(|r| r.iter().copied().enumerate())
+        .collect();
     let mut chosen = Vec::new();
     while !open.is_empty() {
-        let gain = |row: &&Row| row.iter().copied().enumerate().filter(|fv| open.contains(fv)).count();
-        let Some(best) = rows.iter().max_by_key(gain) else { break };
+        let gain = |row: &&Row| {
+            row.iter()
+                .copied()
+                .enumerate()
+                .filter(|fv| open.contains(fv))
+                .count()
+        };
+        let Some(best) = rows.iter().max_by_key(gain) else {
+            break;
+        };
         best.iter().copied().enumerate().for_each(|fv| {
             open.remove(&fv);
         });
@@ -107,15 +126,32 @@ fn best_row(
 }
 
 fn gain(row: &[usize], open: &BTreeSet<Pair>) -> usize {
-    (0..row.len()).flat_map(|a| (a + 1..row.len()).map(move |b| (a, b))).filter(|(a, b)| open.contains(&(*a, row[*a], *b, row[*b]))).count()
+    (0..row.len())
+        .flat_map(|a| (a + 1..row.len()).map(move |b| (a, b)))
+        .filter(|(a, b)| open.contains(&(*a, row[*a], *b, row[*b])))
+        .count()
 }
 
 /// A random row with one value given.
 fn random_row(values: &[Vec<usize>], given: (usize, usize), random: &mut Random) -> Row {
-    (0..values.len()).map(|f| if f == given.0 { given.1 } else { values[f][random.below(values[f].len())] }).collect()
+    (0..values.len())
+        .map(|f| {
+            if f == given.0 {
+                given.1
+            } else {
+                values[f][random.below(values[f].len())]
+            }
+        })
+        .collect()
 }
 
-fn complete(values: &[Vec<usize>], seed: Pair, open: &BTreeSet<Pair>, greedy: bool, random: &mut Random) -> Row {
+fn complete(
+    values: &[Vec<usize>],
+    seed: Pair,
+    open: &BTreeSet<Pair>,
+    greedy: bool,
+    random: &mut Random,
+) -> Row {
     let mut row: Vec<Option<usize>> = vec![None; values.len()];
     row[seed.0] = Some(seed.1);
     row[seed.2] = Some(seed.3);
@@ -131,7 +167,15 @@ fn complete(values: &[Vec<usize>], seed: Pair, open: &BTreeSet<Pair>, greedy: bo
             choices.max_by_key(|v| {
                 row.iter()
                     .enumerate()
-                    .filter_map(|(f, w)| w.map(|w| if f < factor { (f, w, factor, *v) } else { (factor, *v, f, w) }))
+                    .filter_map(|(f, w)| {
+                        w.map(|w| {
+                            if f < factor {
+                                (f, w, factor, *v)
+                            } else {
+                                (factor, *v, f, w)
+                            }
+                        })
+                    })
                     .filter(|pair| open.contains(pair))
                     .count()
             })
@@ -182,7 +226,11 @@ mod tests {
         let covering = pairs(&sizes, 100, |_| true);
         assert_eq!(uncovered(&sizes, &covering.rows), []);
         assert_eq!(covering.not_covered, 0);
-        assert!(covering.rows.len() <= 32, "20 rows are the least possible, got {}", covering.rows.len());
+        assert!(
+            covering.rows.len() <= 32,
+            "20 rows are the least possible, got {}",
+            covering.rows.len()
+        );
     }
 
     #[test]

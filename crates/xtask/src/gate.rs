@@ -9,7 +9,9 @@ use mamba2_cuda::Nvrtc;
 use mamba2_kernels::{Rendered, render, render_step};
 use mamba2_spec::parameters::StateUpdate;
 use mamba2_spec::rules::{RULES, check_kernel, check_step_config};
-use mamba2_spec::{Arch, DKind, DeviceFacts, DtLimit, Kernel, KernelConfig, Problem, SpecError, StepProblem};
+use mamba2_spec::{
+    Arch, DKind, DeviceFacts, DtLimit, Kernel, KernelConfig, Problem, SpecError, StepProblem,
+};
 use rayon::prelude::*;
 
 use crate::covering;
@@ -82,23 +84,36 @@ impl Case {
 impl std::fmt::Display for Case {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Case::Forward(config, problem) => write!(f, "{} {} for {problem}", config.kernel(), config.to_text()),
+            Case::Forward(config, problem) => {
+                write!(f, "{} {} for {problem}", config.kernel(), config.to_text())
+            }
             Case::Step(config, problem) => write!(f, "state_update {config} for {problem}"),
         }
     }
 }
 
 fn factors(kernel: Kernel) -> &'static [Factor] {
-    if kernel == Kernel::StateUpdate { STEP } else { FORWARD }
+    if kernel == Kernel::StateUpdate {
+        STEP
+    } else {
+        FORWARD
+    }
 }
 
 /// The case of a row: first the kernel's parameters, then the options.
 fn case(kernel: Kernel, row: &[usize]) -> Result<Case, SpecError> {
     let parameters = KernelConfig::rows(kernel);
-    let text: Vec<String> = parameters.iter().zip(row).map(|(p, v)| format!("{}={}", p.name, p.domain[*v])).collect();
+    let text: Vec<String> = parameters
+        .iter()
+        .zip(row)
+        .map(|(p, v)| format!("{}={}", p.name, p.domain[*v]))
+        .collect();
     let config = KernelConfig::from_text(kernel, &text.join(","))?;
-    let options: BTreeMap<&str, &str> =
-        factors(kernel).iter().zip(&row[parameters.len()..]).map(|((key, values), v)| (*key, values[*v])).collect();
+    let options: BTreeMap<&str, &str> = factors(kernel)
+        .iter()
+        .zip(&row[parameters.len()..])
+        .map(|((key, values), v)| (*key, values[*v]))
+        .collect();
     Ok(match config {
         KernelConfig::StateUpdate(config) => Case::Step(config, step_problem(&options)?),
         config => Case::Forward(config, forward_problem(&options)?),
@@ -109,8 +124,14 @@ fn forward_problem(options: &BTreeMap<&str, &str>) -> Result<Problem, SpecError>
     let groups = 2;
     let heads = groups * number(options["hpg"]);
     let packed = options["packed"] != "0";
-    let mut shape = format!("b={},l=9000,h={heads},g={groups}", if packed { 1 } else { 2 });
-    for (key, value) in options.iter().filter(|(key, value)| **key != "hpg" && (**key != "packed" || **value != "0")) {
+    let mut shape = format!(
+        "b={},l=9000,h={heads},g={groups}",
+        if packed { 1 } else { 2 }
+    );
+    for (key, value) in options
+        .iter()
+        .filter(|(key, value)| **key != "hpg" && (**key != "packed" || **value != "0"))
+    {
         shape += &format!(",{key}={value}");
     }
     shape.parse()
@@ -118,8 +139,13 @@ fn forward_problem(options: &BTreeMap<&str, &str>) -> Result<Problem, SpecError>
 
 fn step_problem(options: &BTreeMap<&str, &str>) -> Result<StepProblem, SpecError> {
     let groups = 2;
-    let mut step =
-        StepProblem::new(5, groups * number(options["hpg"]), number(options["p"]), groups, number(options["n"]));
+    let mut step = StepProblem::new(
+        5,
+        groups * number(options["hpg"]),
+        number(options["p"]),
+        groups,
+        number(options["n"]),
+    );
     step.tokens = number(options["t"]);
     step.dtype = options["dtype"].parse()?;
     step.dt_dtype = options["dt_dtype"].parse()?;
@@ -133,27 +159,42 @@ fn step_problem(options: &BTreeMap<&str, &str>) -> Result<StepProblem, SpecError
     step.dt_bias = options["bias"] == "1";
     step.dt_softplus = options["softplus"] == "1";
     if options["limit"] != "0:inf" {
-        step.dt_limit = DtLimit { min: 0.001, max: 0.1 };
+        step.dt_limit = DtLimit {
+            min: 0.001,
+            max: 0.1,
+        };
     }
     step.indices = options["indices"] == "1";
     Ok(step)
 }
 
 fn number(text: &str) -> usize {
-    text.parse().expect("sizes in the tables above should be numbers")
+    text.parse()
+        .expect("sizes in the tables above should be numbers")
 }
 
 /// The covering set of a kernel on an architecture.
 fn covering_cases(kernel: Kernel, device: &DeviceFacts) -> (Vec<Case>, usize) {
-    let mut sizes: Vec<usize> = KernelConfig::rows(kernel).iter().map(|p| p.domain.len()).collect();
+    let mut sizes: Vec<usize> = KernelConfig::rows(kernel)
+        .iter()
+        .map(|p| p.domain.len())
+        .collect();
     sizes.extend(factors(kernel).iter().map(|(_, values)| values.len()));
-    let covering =
-        covering::pairs(&sizes, TRIES, |row| case(kernel, row).is_ok_and(|case| case.check(device).is_ok()));
+    let covering = covering::pairs(&sizes, TRIES, |row| {
+        case(kernel, row).is_ok_and(|case| case.check(device).is_ok())
+    });
     // The templates have no code for one architecture but the sm90_ kernels, so what pairs of values do is seen on the oldest
     // and on Hopper; elsewhere every value occurs at least once.
     let all_pairs = device.arch == Arch::MINIMUM || device.arch.has_wgmma();
-    let rows = if all_pairs { covering.rows } else { covering::every_value(&covering.rows) };
-    let cases = rows.iter().filter_map(|row| case(kernel, row).ok()).collect();
+    let rows = if all_pairs {
+        covering.rows
+    } else {
+        covering::every_value(&covering.rows)
+    };
+    let cases = rows
+        .iter()
+        .filter_map(|row| case(kernel, row).ok())
+        .collect();
     (cases, covering.not_covered)
 }
 
@@ -164,7 +205,9 @@ fn case_against_rule(id: &str) -> Option<Case> {
     // The second and later ones break the rules about the problem itself.
     let problems = ["", ",dtype=f32", ",align=1", ",p=80"].map(|change| {
         let p = if change.contains("p=80") { "" } else { "p=64," };
-        format!("b=2,l=9000,h=6,{p}g=2,n=128{change}").parse::<Problem>().expect("the shape should be readable")
+        format!("b=2,l=9000,h=6,{p}g=2,n=128{change}")
+            .parse::<Problem>()
+            .expect("the shape should be readable")
     });
     let step = StepProblem::new(5, 6, 64, 2, 128);
     Kernel::ALL
@@ -186,7 +229,10 @@ fn case_against_rule(id: &str) -> Option<Case> {
         })
         .flat_map(|config| match config {
             KernelConfig::StateUpdate(c) => vec![Case::Step(c, step.clone())],
-            config => problems.iter().map(|p| Case::Forward(config, p.clone())).collect(),
+            config => problems
+                .iter()
+                .map(|p| Case::Forward(config, p.clone()))
+                .collect(),
         })
         .find(breaks)
 }
@@ -195,14 +241,24 @@ fn case_against_rule(id: &str) -> Option<Case> {
 fn check_rules(nvrtc: &Nvrtc) -> Vec<String> {
     let device = DeviceFacts::assumed(Arch(90));
     let check = |id: &'static str| -> Result<(), String> {
-        let case = case_against_rule(id).ok_or_else(|| format!("{id}: no config breaks this rule first, so it cannot be tested"))?;
+        let case = case_against_rule(id).ok_or_else(|| {
+            format!("{id}: no config breaks this rule first, so it cannot be tested")
+        })?;
         match nvrtc.compile(&case.render(&device), device.arch) {
-            Ok(_) => Err(format!("{id}: Rust refuses this config, the CUDA template compiles it: {case}")),
+            Ok(_) => Err(format!(
+                "{id}: Rust refuses this config, the CUDA template compiles it: {case}"
+            )),
             Err(e) if e.to_string().contains(id) => Ok(()),
-            Err(e) => Err(format!("{id}: expected the CUDA template to name the rule for {case}, got:\n{e}")),
+            Err(e) => Err(format!(
+                "{id}: expected the CUDA template to name the rule for {case}, got:\n{e}"
+            )),
         }
     };
-    RULES.par_iter().filter(|rule| rule.in_cuda).filter_map(|rule| check(rule.id).err()).collect()
+    RULES
+        .par_iter()
+        .filter(|rule| rule.in_cuda)
+        .filter_map(|rule| check(rule.id).err())
+        .collect()
 }
 
 /// Compiles the covering sets.
@@ -211,12 +267,11 @@ fn check_rules(nvrtc: &Nvrtc) -> Vec<String> {
 /// The number of faults; each is printed.
 pub fn run() -> Result<(), String> {
     let nvrtc = Nvrtc::load().map_err(|e| format!("NVRTC: {e}"))?;
-    let sets: Vec<(Kernel, DeviceFacts)> =
-        Kernel::ALL
-            .into_iter()
-            .flat_map(|k| Arch::GATED.map(|arch| (k, DeviceFacts::assumed(arch))))
-            .filter(|(k, device)| !k.needs_wgmma() || device.arch.has_wgmma())
-            .collect();
+    let sets: Vec<(Kernel, DeviceFacts)> = Kernel::ALL
+        .into_iter()
+        .flat_map(|k| Arch::GATED.map(|arch| (k, DeviceFacts::assumed(arch))))
+        .filter(|(k, device)| !k.needs_wgmma() || device.arch.has_wgmma())
+        .collect();
     let sets: Vec<(Kernel, DeviceFacts, Vec<Case>, usize)> = sets
         .into_par_iter()
         .map(|(kernel, device)| {
@@ -224,7 +279,10 @@ pub fn run() -> Result<(), String> {
             (kernel, device, cases, forbidden)
         })
         .collect();
-    let jobs: Vec<(&DeviceFacts, &Case)> = sets.iter().flat_map(|(_, d, cases, _)| cases.iter().map(move |c| (d, c))).collect();
+    let jobs: Vec<(&DeviceFacts, &Case)> = sets
+        .iter()
+        .flat_map(|(_, d, cases, _)| cases.iter().map(move |c| (d, c)))
+        .collect();
     println!("gate: {} compilations", jobs.len());
     let done = AtomicUsize::new(0);
     let registers: Vec<Result<u32, String>> = jobs
@@ -233,8 +291,14 @@ pub fn run() -> Result<(), String> {
             let rendered = case.render(device);
             // An NVRTC that knows no sm_103 would quietly compile for sm_100; that is not what the gate promises.
             let result = match nvrtc.compile_gate(&rendered, device.arch) {
-                Ok(compiled) if compiled.target == device.arch => Ok(compiled.resources.map_or(0, |r| r.registers)),
-                Ok(compiled) => Err(format!("NVRTC {} knows {} only", nvrtc.version(), compiled.target)),
+                Ok(compiled) if compiled.target == device.arch => {
+                    Ok(compiled.resources.map_or(0, |r| r.registers))
+                }
+                Ok(compiled) => Err(format!(
+                    "NVRTC {} knows {} only",
+                    nvrtc.version(),
+                    compiled.target
+                )),
                 Err(e) => Err(e.to_string()),
             };
             let n = done.fetch_add(1, Ordering::Relaxed) + 1;
@@ -251,11 +315,21 @@ pub fn run() -> Result<(), String> {
     for fault in &faults {
         eprintln!("gate: {fault}");
     }
-    if faults.is_empty() { Ok(()) } else { Err(format!("{} faults in {} compilations", faults.len(), jobs.len())) }
+    if faults.is_empty() {
+        Ok(())
+    } else {
+        Err(format!(
+            "{} faults in {} compilations",
+            faults.len(),
+            jobs.len()
+        ))
+    }
 }
 
 fn report(sets: &[(Kernel, DeviceFacts, Vec<Case>, usize)], results: &[Result<u32, String>]) {
-    println!("gate: kernel          arch     compiled  faults  most registers  pairs no legal config has");
+    println!(
+        "gate: kernel          arch     compiled  faults  most registers  pairs no legal config has"
+    );
     let mut at = 0;
     for (kernel, device, cases, forbidden) in sets {
         let mine = &results[at..at + cases.len()];
@@ -282,15 +356,25 @@ mod tests {
         let device = DeviceFacts::assumed(Arch(90));
         for kernel in Kernel::ALL {
             let (cases, _) = covering_cases(kernel, &device);
-            let texts: Vec<String> = cases.iter().map(|c| c.render(&device).config_header).collect();
+            let texts: Vec<String> = cases
+                .iter()
+                .map(|c| c.render(&device).config_header)
+                .collect();
             for row in KernelConfig::rows(kernel) {
                 for value in row.domain {
                     let line = format!("constexpr int {} = {value};", row.cuda);
-                    assert!(texts.iter().any(|t| t.contains(&line)), "{kernel}: no compilation has {line}");
+                    assert!(
+                        texts.iter().any(|t| t.contains(&line)),
+                        "{kernel}: no compilation has {line}"
+                    );
                 }
             }
             for dtype in 0..Dtype::ALL.len() - usize::from(kernel.needs_wgmma()) {
-                assert!(texts.iter().any(|t| t.contains(&format!("constexpr int X_DTYPE = {dtype};"))));
+                assert!(
+                    texts
+                        .iter()
+                        .any(|t| t.contains(&format!("constexpr int X_DTYPE = {dtype};")))
+                );
             }
         }
     }

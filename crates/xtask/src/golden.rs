@@ -5,7 +5,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use mamba2_kernels::{render, render_step};
-use mamba2_spec::{Arch, DeviceFacts, Problem, StepProblem, rules};
+use mamba2_spec::{Arch, DeviceFacts, Problem, StepProblem, StrategyConfig, rules};
 
 use crate::steps::root;
 
@@ -15,9 +15,18 @@ const FORWARD: &[(&str, &str)] = &[
         "every_option",
         "b=1,l=1000,h=24,p=80,g=3,n=256,dtype=f16,dt_dtype=f32,d=hp,z=1,bias=1,softplus=1,limit=0.001:0.1,init=bf16,final=f16,packed=7,align=1",
     ),
-    ("float32", "b=2,l=200,h=4,p=64,g=2,n=64,dtype=f32,d=none,init=none,final=none"),
+    (
+        "float32",
+        "b=2,l=200,h=4,p=64,g=2,n=64,dtype=f32,d=none,init=none,final=none",
+    ),
 ];
-const STEP: &[(&str, &str)] = &[("decode", "b=64,h=80,p=64,g=1,n=128"), ("decode_paged_bf16", "b=4,h=8,p=80,g=2,n=64,t=2,slots=16,state=bf16")];
+const STEP: &[(&str, &str)] = &[
+    ("decode", "b=64,h=80,p=64,g=1,n=128"),
+    (
+        "decode_paged_bf16",
+        "b=4,h=8,p=80,g=2,n=64,t=2,slots=16,state=bf16",
+    ),
+];
 
 fn folder() -> PathBuf {
     root().join("crates/xtask/golden")
@@ -32,16 +41,32 @@ pub fn headers() -> Result<Vec<(PathBuf, String)>, String> {
     let mut files = Vec::new();
     for (name, shape) in FORWARD {
         let problem: Problem = shape.parse().map_err(|e| format!("{name}: {e}"))?;
-        let strategy = rules::default_strategy(&problem, &device).map_err(|e| format!("{name}: {e}"))?;
-        for config in strategy.kernels() {
+        let strategy =
+            rules::default_strategy(&problem, &device).map_err(|e| format!("{name}: {e}"))?;
+        // Both strategies, whichever the shape prefers.
+        let three =
+            rules::default_three_kernel(&problem, &device).map_err(|e| format!("{name}: {e}"))?;
+        let three = StrategyConfig::ThreeKernel(three);
+        let others = if strategy == three {
+            vec![]
+        } else {
+            three.kernels()
+        };
+        for config in strategy.kernels().into_iter().chain(others) {
             let header = render(&config, &problem, &device).config_header;
-            files.push((folder().join(format!("{name}.{}.cuh", config.kernel())), header));
+            files.push((
+                folder().join(format!("{name}.{}.cuh", config.kernel())),
+                header,
+            ));
         }
     }
     for (name, shape) in STEP {
         let problem: StepProblem = shape.parse().map_err(|e| format!("{name}: {e}"))?;
         let config = rules::default_step(&problem, &device).map_err(|e| format!("{name}: {e}"))?;
-        files.push((folder().join(format!("{name}.state_update.cuh")), render_step(&config, &problem, &device).config_header));
+        files.push((
+            folder().join(format!("{name}.state_update.cuh")),
+            render_step(&config, &problem, &device).config_header,
+        ));
     }
     Ok(files)
 }

@@ -46,7 +46,10 @@ fn fetch(target: &Path, home: &Path) -> Result<(), String> {
             "no NVRTC on this machine, and no Python with pip to fetch it: install python3-pip, or CUDA 12.8 or newer, or set {PATH_VARIABLE}"
         )
     })?;
-    println!("xtask: fetching NVRTC 13.0.88 (about 90 MB) from PyPI into {}", home.display());
+    println!(
+        "xtask: fetching NVRTC 13.0.88 (about 90 MB) from PyPI into {}",
+        home.display()
+    );
     let part = target.join(format!("nvrtc.part-{}", std::process::id()));
     let requirements = target.join(format!("nvrtc-requirements-{}.txt", std::process::id()));
     let io = |path: &Path| {
@@ -56,7 +59,15 @@ fn fetch(target: &Path, home: &Path) -> Result<(), String> {
     std::fs::create_dir_all(target).map_err(io(target))?;
     std::fs::write(&requirements, REQUIREMENT).map_err(io(&requirements))?;
     let status = Command::new(python)
-        .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"])
+        .args([
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--only-binary=:all:",
+        ])
         .args(["--require-hashes", "--target"])
         .arg(&part)
         .arg("-r")
@@ -80,11 +91,21 @@ fn fetch(target: &Path, home: &Path) -> Result<(), String> {
         let _ = std::fs::remove_dir_all(&part);
     }
     let library = home.join("nvidia/cu13/lib/libnvrtc.so.13");
-    if library.exists() { Ok(()) } else { Err(format!("the fetched wheel should hold {}, but does not", library.display())) }
+    if library.exists() {
+        Ok(())
+    } else {
+        Err(format!(
+            "the fetched wheel should hold {}, but does not",
+            library.display()
+        ))
+    }
 }
 
 fn find_pip() -> Option<&'static str> {
     ["python3", "python"].into_iter().find(|python| {
-        Command::new(python).args(["-m", "pip", "--version"]).output().is_ok_and(|output| output.status.success())
+        Command::new(python)
+            .args(["-m", "pip", "--version"])
+            .output()
+            .is_ok_and(|output| output.status.success())
     })
 }

@@ -10,13 +10,19 @@ use crate::nvrtc::{self, Found};
 /// The root of the workspace.
 pub fn root() -> PathBuf {
     let here = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    here.ancestors().nth(2).expect("xtask should stand two folders below the root").to_path_buf()
+    here.ancestors()
+        .nth(2)
+        .expect("xtask should stand two folders below the root")
+        .to_path_buf()
 }
 
 /// The target folder of this very binary: `<target>/<profile>/xtask`.
 fn target() -> Result<PathBuf, String> {
     let exe = std::env::current_exe().map_err(|e| format!("cannot find this executable: {e}"))?;
-    exe.ancestors().nth(2).map(PathBuf::from).ok_or_else(|| format!("{}: expected <target>/<profile>/xtask", exe.display()))
+    exe.ancestors()
+        .nth(2)
+        .map(PathBuf::from)
+        .ok_or_else(|| format!("{}: expected <target>/<profile>/xtask", exe.display()))
 }
 
 fn in_ci() -> bool {
@@ -39,7 +45,10 @@ impl Steps {
     fn command(&mut self, name: &'static str, mut command: Command) -> Result<(), String> {
         println!("xtask: {name}");
         let start = Instant::now();
-        let status = command.current_dir(root()).envs(self.environment.clone()).status();
+        let status = command
+            .current_dir(root())
+            .envs(self.environment.clone())
+            .status();
         self.done.push((name, start.elapsed().as_secs_f64()));
         match status {
             Ok(status) if status.success() => Ok(()),
@@ -53,7 +62,10 @@ impl Steps {
         for (name, seconds) in &self.done {
             println!("  {seconds:7.1}  {name}");
         }
-        println!("  {:7.1}  in all", self.done.iter().map(|(_, s)| s).sum::<f64>());
+        println!(
+            "  {:7.1}  in all",
+            self.done.iter().map(|(_, s)| s).sum::<f64>()
+        );
     }
 }
 
@@ -66,7 +78,10 @@ fn steps_with_nvrtc() -> Result<Option<Steps>, String> {
                 Found::Installed => vec![],
                 Found::Folder(folder) => vec![(nvrtc::PATH_VARIABLE, folder.into_os_string())],
             };
-            Ok(Some(Steps { environment, done: vec![("find or fetch NVRTC", start.elapsed().as_secs_f64())] }))
+            Ok(Some(Steps {
+                environment,
+                done: vec![("find or fetch NVRTC", start.elapsed().as_secs_f64())],
+            }))
         }
         Err(reason) if in_ci() => Err(format!("CI may skip nothing: {reason}")),
         Err(reason) => {
@@ -83,7 +98,15 @@ fn gate_step(steps: &mut Steps) -> Result<(), String> {
 }
 
 const FMT: &[&str] = &["fmt", "--all", "--check"];
-const CLIPPY: &[&str] = &["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"];
+const CLIPPY: &[&str] = &[
+    "clippy",
+    "--quiet",
+    "--workspace",
+    "--all-targets",
+    "--",
+    "-D",
+    "warnings",
+];
 
 /// `cargo xtask test`.
 ///
@@ -92,12 +115,20 @@ const CLIPPY: &[&str] = &["clippy", "--quiet", "--workspace", "--all-targets", "
 pub fn test() -> Result<(), String> {
     let found = steps_with_nvrtc()?;
     let has_nvrtc = found.is_some();
-    let mut steps = found.unwrap_or(Steps { environment: vec![], done: vec![] });
+    let mut steps = found.unwrap_or(Steps {
+        environment: vec![],
+        done: vec![],
+    });
     steps.cargo("format", FMT)?;
     steps.cargo("lints", CLIPPY)?;
     steps.cargo("tests and documentation examples", &["test", "--workspace"])?;
-    steps.environment.push(("RUSTDOCFLAGS", "-D warnings".into()));
-    steps.cargo("documentation", &["doc", "--quiet", "--workspace", "--no-deps"])?;
+    steps
+        .environment
+        .push(("RUSTDOCFLAGS", "-D warnings".into()));
+    steps.cargo(
+        "documentation",
+        &["doc", "--quiet", "--workspace", "--no-deps"],
+    )?;
     if has_nvrtc {
         gate_step(&mut steps)?;
     }
@@ -115,10 +146,16 @@ pub fn test() -> Result<(), String> {
 /// # Errors
 /// The first step that failed.
 pub fn check() -> Result<(), String> {
-    let mut steps = Steps { environment: vec![], done: vec![] };
+    let mut steps = Steps {
+        environment: vec![],
+        done: vec![],
+    };
     steps.cargo("format", FMT)?;
     steps.cargo("lints", CLIPPY)?;
-    steps.cargo("architecture and golden headers", &["test", "--quiet", "--package", "xtask"])?;
+    steps.cargo(
+        "architecture and golden headers",
+        &["test", "--quiet", "--package", "xtask"],
+    )?;
     steps.summary();
     Ok(())
 }

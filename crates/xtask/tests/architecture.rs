@@ -13,11 +13,31 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("mamba2-kernels", &["mamba2-spec"]),
     ("mamba2-tunedb", &["mamba2-spec"]),
     ("mamba2-cuda", &["mamba2-spec", "mamba2-kernels"]),
-    ("mamba2", &["mamba2-spec", "mamba2-tunedb", "mamba2-cuda", "mamba2-cpu"]),
-    ("mamba2-tuner", &["mamba2-spec", "mamba2-reference", "mamba2-tunedb", "mamba2-cuda"]),
+    (
+        "mamba2",
+        &["mamba2-spec", "mamba2-tunedb", "mamba2-cuda", "mamba2-cpu"],
+    ),
+    (
+        "mamba2-tuner",
+        &[
+            "mamba2-spec",
+            "mamba2-reference",
+            "mamba2-tunedb",
+            "mamba2-cuda",
+        ],
+    ),
     (
         "mamba2-cli",
-        &["mamba2", "mamba2-spec", "mamba2-reference", "mamba2-cpu", "mamba2-kernels", "mamba2-cuda", "mamba2-tunedb", "mamba2-tuner"],
+        &[
+            "mamba2",
+            "mamba2-spec",
+            "mamba2-reference",
+            "mamba2-cpu",
+            "mamba2-kernels",
+            "mamba2-cuda",
+            "mamba2-tunedb",
+            "mamba2-tuner",
+        ],
     ),
     ("xtask", &["mamba2-spec", "mamba2-kernels", "mamba2-cuda"]),
 ];
@@ -28,11 +48,21 @@ const UNSAFE_CRATE: &str = "mamba2-cuda";
 fn packages() -> Vec<Value> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)
-        .args(["metadata", "--no-deps", "--format-version", "1", "--offline"])
+        .args([
+            "metadata",
+            "--no-deps",
+            "--format-version",
+            "1",
+            "--offline",
+        ])
         .current_dir(xtask::steps::root())
         .output()
         .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     let metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
     metadata["packages"].as_array().unwrap().clone()
 }
@@ -46,13 +76,25 @@ fn arrows_between_crates_point_one_way() {
     let allowed: BTreeMap<&str, &[&str]> = ALLOWED.iter().copied().collect();
     let packages = packages();
     let names: BTreeSet<&str> = packages.iter().map(|p| text(p, "name")).collect();
-    assert_eq!(names, allowed.keys().copied().collect(), "a new crate needs its row in ALLOWED");
+    assert_eq!(
+        names,
+        allowed.keys().copied().collect(),
+        "a new crate needs its row in ALLOWED"
+    );
     for package in &packages {
         let name = text(package, "name");
-        for dependency in package["dependencies"].as_array().unwrap().iter().filter(|d| d["kind"].is_null()) {
+        for dependency in package["dependencies"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|d| d["kind"].is_null())
+        {
             let to = text(dependency, "name");
             if names.contains(to) {
-                assert!(allowed[name].contains(&to), "{name} must not depend on {to}");
+                assert!(
+                    allowed[name].contains(&to),
+                    "{name} must not depend on {to}"
+                );
             }
         }
     }
@@ -63,10 +105,20 @@ fn dev_dependencies_make_no_cycle_of_production_crates() {
     // Tests may use the oracle and the binaries; nothing may test itself through what stands above it.
     for package in packages() {
         let name = text(&package, "name").to_string();
-        for dependency in package["dependencies"].as_array().unwrap().iter().filter(|d| d["kind"] == "dev") {
+        for dependency in package["dependencies"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|d| d["kind"] == "dev")
+        {
             let to = text(dependency, "name");
-            let above = ALLOWED.iter().any(|(other, below)| *other == to && below.contains(&name.as_str()));
-            assert!(!above || to == "mamba2-reference", "{name} tests itself through {to}, which is built on it");
+            let above = ALLOWED
+                .iter()
+                .any(|(other, below)| *other == to && below.contains(&name.as_str()));
+            assert!(
+                !above || to == "mamba2-reference",
+                "{name} tests itself through {to}, which is built on it"
+            );
         }
     }
 }
@@ -76,21 +128,35 @@ fn unsafe_is_forbidden_outside_mamba2_cuda() {
     for package in packages() {
         let name = text(&package, "name");
         for target in package["targets"].as_array().unwrap() {
-            let kinds: Vec<&str> = target["kind"].as_array().unwrap().iter().map(|k| k.as_str().unwrap()).collect();
+            let kinds: Vec<&str> = target["kind"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|k| k.as_str().unwrap())
+                .collect();
             if !kinds.iter().any(|k| ["lib", "bin"].contains(k)) {
                 continue;
             }
             let root_file = text(target, "src_path");
             let source = std::fs::read_to_string(root_file).unwrap();
-            let forbids = source.lines().any(|line| line.trim() == "#![forbid(unsafe_code)]");
-            assert_eq!(forbids, name != UNSAFE_CRATE, "{root_file}: `#![forbid(unsafe_code)]` belongs in every crate root but {UNSAFE_CRATE}'s");
+            let forbids = source
+                .lines()
+                .any(|line| line.trim() == "#![forbid(unsafe_code)]");
+            assert_eq!(
+                forbids,
+                name != UNSAFE_CRATE,
+                "{root_file}: `#![forbid(unsafe_code)]` belongs in every crate root but {UNSAFE_CRATE}'s"
+            );
         }
     }
 }
 
 #[test]
 fn every_unsafe_block_says_why_it_is_sound() {
-    let folder = xtask::steps::root().join("crates").join(UNSAFE_CRATE).join("src");
+    let folder = xtask::steps::root()
+        .join("crates")
+        .join(UNSAFE_CRATE)
+        .join("src");
     let mut files = vec![folder];
     let mut blocks = 0;
     while let Some(path) = files.pop() {
@@ -106,19 +172,37 @@ fn every_unsafe_block_says_why_it_is_sound() {
                 continue;
             }
             blocks += 1;
-            let explained = lines[i.saturating_sub(6)..=i].iter().any(|l| l.contains("SAFETY:"));
-            assert!(explained, "{}:{}: an unsafe block without a `// SAFETY:` comment", path.display(), i + 1);
+            let explained = lines[i.saturating_sub(6)..=i]
+                .iter()
+                .any(|l| l.contains("SAFETY:"));
+            assert!(
+                explained,
+                "{}:{}: an unsafe block without a `// SAFETY:` comment",
+                path.display(),
+                i + 1
+            );
         }
     }
-    assert!(blocks > 0, "{UNSAFE_CRATE} should be where the unsafe blocks are");
+    assert!(
+        blocks > 0,
+        "{UNSAFE_CRATE} should be where the unsafe blocks are"
+    );
 }
 
 #[test]
 fn every_crate_describes_itself_and_denies_missing_docs() {
     for package in packages() {
         let description = package["description"].as_str().unwrap_or("");
-        assert!(description.len() > 20, "{}: the description should say what the crate is for", text(&package, "name"));
+        assert!(
+            description.len() > 20,
+            "{}: the description should say what the crate is for",
+            text(&package, "name")
+        );
         let manifest = std::fs::read_to_string(text(&package, "manifest_path")).unwrap();
-        assert!(manifest.contains("[lints]\nworkspace = true"), "{} does not take the workspace's lints", text(&package, "name"));
+        assert!(
+            manifest.contains("[lints]\nworkspace = true"),
+            "{} does not take the workspace's lints",
+            text(&package, "name")
+        );
     }
 }
