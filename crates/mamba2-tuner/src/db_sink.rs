@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Mutex;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use mamba2_spec::{DeviceFacts, KernelConfig};
+use mamba2_spec::{DeviceFacts, Kernel, KernelConfig};
 use mamba2_tunedb::{
     Evidence, FailureStage, LocalDb, Provenance, Record, Timing, TuneKey, config_text,
     kernel_config_text,
@@ -64,13 +64,13 @@ impl DbSink {
 
 /// Keys of everything that is timed for a shape.
 fn keys_of(device: &DeviceFacts, target: &Target) -> Vec<TuneKey> {
-    use mamba2_spec::Kernel::{ChunkCumsum, ComputeOut, FwdPassState};
     match target {
         Target::Forward(p) => {
-            let kernels =
-                [ChunkCumsum, FwdPassState, ComputeOut].map(|k| TuneKey::kernel(k, p, device));
-            kernels
+            let kernels = Kernel::ALL
                 .into_iter()
+                .filter(|k| *k != Kernel::StateUpdate);
+            kernels
+                .map(|k| TuneKey::kernel(k, p, device))
                 .chain([TuneKey::forward(p, device)])
                 .collect()
         }

@@ -173,8 +173,10 @@ impl FakeExecutor {
     }
 
     fn hang(&self) -> Failure {
-        while self.script.for_real {
-            std::thread::sleep(Duration::from_secs(60));
+        if self.script.for_real {
+            loop {
+                std::thread::sleep(Duration::from_secs(60));
+            }
         }
         Failure::new(FailureKind::Hang, "scripted")
     }

@@ -11,6 +11,7 @@ use crate::executor::{Check, Executor, Failure, FailureKind, Rounds};
 use crate::report::{self, TuneReport};
 use crate::sink::{Choice, Outcome, Sink, Stage, Stored};
 use crate::space::{Assembly, Space};
+use crate::stats::four_digits;
 use crate::{Candidate, Policy, Progress, Summary, Target, TunerError};
 
 /// Finds, verifies and stores the fastest config of a forward pass.
@@ -66,7 +67,9 @@ pub fn tune_target(
     policy: &Policy,
 ) -> Result<TuneReport, TunerError> {
     target.check()?;
-    let for_workspace = executor.memory_bytes().map(|bytes| bytes.saturating_sub(target.tensor_bytes()));
+    let for_workspace = executor
+        .memory_bytes()
+        .map(|bytes| bytes.saturating_sub(target.tensor_bytes()));
     let space = Space::of(target, executor.device(), for_workspace)?;
     tune_space(target, &space, executor, sink, progress, policy)
 }
@@ -217,6 +220,12 @@ pub(crate) struct Finals {
     pub stored: bool,
 }
 
+/// What became of a would-be finalist.
+enum Admission {
+    Passed { out_error: f64 },
+    Rejected(Entry),
+}
+
 struct Search<'a> {
     target: &'a Target,
     shape: String,
@@ -315,7 +324,7 @@ impl Search<'_> {
                 Err(failure) => Err(failure),
             };
             match verified {
-                Ok(verified) => sound.push((*group, *candidate, verified.out_error)),
+                Ok(verified) => sound.push((*group, *candidate, four_digits(verified.out_error))),
                 Err(failure) => results.push((*group, *candidate, Outcome::Failed(failure))),
             }
         }
@@ -465,11 +474,11 @@ impl Search<'_> {
                 break;
             }
             match self.admit(candidate, &mut against)? {
-                Ok(error) => {
-                    finals.errors.insert(*candidate, error);
+                Admission::Passed { out_error } => {
+                    finals.errors.insert(*candidate, four_digits(out_error));
                     entrants.push(*candidate);
                 }
-                Err(entry) => finals.rejected.push(entry),
+                Admission::Rejected(entry) => finals.rejected.push(entry),
             }
         }
         let name = set_name(&entrants);
@@ -532,9 +541,9 @@ impl Search<'_> {
         &self,
         candidate: &Candidate,
         against: &mut Option<Candidate>,
-    ) -> Result<Result<f64, Entry>, TunerError> {
+    ) -> Result<Admission, TunerError> {
         let rejected = |failure, stored| {
-            Err(Entry {
+            Admission::Rejected(Entry {
                 candidate: *candidate,
                 outcome: Outcome::Failed(failure),
                 stored,
@@ -548,7 +557,7 @@ impl Search<'_> {
                 ..
             }) => {
                 against.get_or_insert(*candidate);
-                return Ok(Ok(out_error));
+                return Ok(Admission::Passed { out_error });
             }
             _ => {}
         }
@@ -560,14 +569,16 @@ impl Search<'_> {
             Ok(verified) => verified,
             Err(failure) => return Ok(rejected(failure, false)),
         };
-        let against = *against.get_or_insert(*candidate);
-        if let Err(failure) =
-            self.executor
-                .verify(self.target, candidate, Check::RealShape { against })?
-        {
+        let standard = against.unwrap_or(*candidate);
+        let check = Check::RealShape { against: standard };
+        if let Err(failure) = self.executor.verify(self.target, candidate, check)? {
             return Ok(rejected(failure, false));
         }
-        Ok(Ok(verified.out_error))
+        // Only now: a config that fails on the shape itself must not judge others.
+        *against = Some(standard);
+        Ok(Admission::Passed {
+            out_error: verified.out_error,
+        })
     }
 
     fn final_rounds(
@@ -777,11 +788,6 @@ fn combinations(assembly: &Assembly, parts: &[Vec<&Entry>]) -> Vec<(f64, Candida
             .collect();
     }
     sums.into_iter()
-        .filter_map(|(sum, kernels)| {
-            Some((
-                sum,
-                Candidate::Strategy(assembly.assemble(&kernels)?),
-            ))
-        })
+        .filter_map(|(sum, kernels)| Some((sum, Candidate::Strategy(assembly.assemble(&kernels)?))))
         .collect()
 }

@@ -1,15 +1,16 @@
 //! What is searched for a shape: parts that are timed one by one and put together, and wholes that are timed end to end.
 
 use mamba2_spec::{
-    DeviceFacts, KernelConfig, Problem, SpecError, StepProblem, StrategyConfig, launch, rules,
+    DeviceFacts, Kernel, KernelConfig, Problem, SpecError, StepProblem, StrategyConfig, launch,
+    rules,
 };
 
 use crate::{Candidate, Target};
 
 /// The search space of a shape.
 ///
-/// A strategy of one kernel is a list of [`Space::whole`]; a strategy of several kernels whose configs are mostly
-/// independent is a list of [`Assembly`], which costs the sum of the kernels' configs and not their product.
+/// A decode step is a list of [`Space::whole`]. A strategy of several kernels whose configs are mostly independent is one
+/// [`Assembly`] for each way its kernels can agree, which costs the sum of the kernels' configs and not their product.
 #[derive(Clone, Debug)]
 pub struct Space {
     /// The untuned config. It is always measured.
@@ -25,7 +26,7 @@ pub struct Space {
 /// Kernels that run one after the other. Any config of one goes with any config of the others.
 #[derive(Clone, Debug)]
 pub struct Assembly {
-    /// What the kernels agree on, as in `chunk_size=128,layout=bht`.
+    /// Strategy and what its kernels agree on, as in `three_kernel chunk_size=128,layout=bht`.
     pub name: String,
     /// The starting point: each kernel's config nearest to the default.
     pub within: StrategyConfig,
@@ -61,6 +62,8 @@ impl Space {
             whole: Vec::new(),
             left_out: Vec::new(),
         };
+        let legal = Kernel::ALL.map(|kernel| rules::legal_kernel_configs(kernel, problem, device));
+        let legal: Vec<KernelConfig> = legal.into_iter().flatten().collect();
         for within in rules::agreement_defaults(problem, device) {
             let name = format!("{} {}", within.name(), within.agreement());
             let bytes = launch::plan(&within, problem, device).workspace.total_bytes as u64;
@@ -70,7 +73,9 @@ impl Space {
                 ));
                 continue;
             }
-            space.assemblies.push(Assembly::new(name, within, problem, device));
+            space
+                .assemblies
+                .push(Assembly::new(name, within, &legal, problem, device));
         }
         Ok(space)
     }
@@ -110,27 +115,33 @@ impl Assembly {
     fn new(
         name: String,
         within: StrategyConfig,
+        legal: &[KernelConfig],
         problem: &Problem,
         device: &DeviceFacts,
     ) -> Assembly {
-        let parts = within.kernels().into_iter().map(|own| {
-            let others = rules::alternatives(&within, own.kernel(), problem, device)
-                .into_iter()
-                .filter(move |c| *c != own);
+        let part = |own: KernelConfig| {
+            let others = legal
+                .iter()
+                .copied()
+                .filter(|c| c.kernel() == own.kernel() && *c != own);
+            let candidate = |config| {
+                let within = within.with_kernel(config)?;
+                rules::check_strategy(&within, problem, device).ok()?;
+                Some(Candidate::Kernel {
+                    kernel: own.kernel(),
+                    within,
+                })
+            };
             std::iter::once(own)
                 .chain(others)
-                .filter_map(|config| {
-                    Some(Candidate::Kernel {
-                        kernel: own.kernel(),
-                        within: within.with_kernel(config)?,
-                    })
-                })
+                .filter_map(candidate)
                 .collect()
-        });
+        };
+        let parts = within.kernels().into_iter().map(part).collect();
         Assembly {
             name,
             within,
-            parts: parts.collect(),
+            parts,
         }
     }
 
@@ -145,7 +156,7 @@ impl Assembly {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mamba2_spec::{Arch, Kernel};
+    use mamba2_spec::Arch;
 
     fn headline() -> Problem {
         "b=4,l=16384,h=8,p=64,g=1,n=128".parse().unwrap()
@@ -167,9 +178,9 @@ mod tests {
         got.dedup();
         assert_eq!(got.len(), count, "no candidate twice");
         let legal: usize = Kernel::ALL
-        .map(|k| rules::legal_kernel_configs(k, &problem, &device).len())
-        .iter()
-        .sum();
+            .map(|k| rules::legal_kernel_configs(k, &problem, &device).len())
+            .iter()
+            .sum();
         assert_eq!(count, legal);
         for candidate in space.assemblies.iter().flat_map(|a| &a.parts).flatten() {
             let Candidate::Kernel { within, .. } = candidate else {

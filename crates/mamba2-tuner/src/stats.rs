@@ -22,8 +22,8 @@ impl Summary {
         let mut sorted = samples_us.to_vec();
         sorted.sort_by(f64::total_cmp);
         Some(Summary {
-            median_us: quantile(&sorted, 0.5),
-            spread_us: quantile(&sorted, 0.75) - quantile(&sorted, 0.25),
+            median_us: to_ns(quantile(&sorted, 0.5)),
+            spread_us: to_ns(quantile(&sorted, 0.75) - quantile(&sorted, 0.25)),
             samples: sorted.len() as u32,
         })
     }
@@ -46,6 +46,16 @@ impl Summary {
     }
 }
 
+/// Rounds to nanoseconds: no timer knows more, and short numbers survive being written and read as text.
+fn to_ns(us: f64) -> f64 {
+    (us * 1e3).round() / 1e3
+}
+
+/// Rounds an error to four digits, for the same reason.
+pub(crate) fn four_digits(error: f64) -> f64 {
+    format!("{error:.3e}").parse().unwrap_or(error)
+}
+
 /// Linear interpolation between the sorted samples.
 fn quantile(sorted: &[f64], q: f64) -> f64 {
     let at = q * (sorted.len() - 1) as f64;
@@ -62,6 +72,19 @@ mod tests {
         let s = Summary::of(&[4.0, 1.0, 3.0, 2.0]).unwrap();
         assert_eq!((s.median_us, s.samples), (2.5, 4));
         assert!((s.spread_us - 1.5).abs() < 1e-12);
+    }
+
+    #[test]
+    fn numbers_survive_being_written_as_text() {
+        let s = Summary::of(&[100.825_122_632_576_76, 100.925_122_632_576_76]).unwrap();
+        let back: Summary = serde_json::from_str(&serde_json::to_string(&s).unwrap()).unwrap();
+        assert_eq!(back, s);
+        let error = four_digits(1.234_567_8e-3);
+        assert_eq!(error, 1.235e-3);
+        assert_eq!(
+            serde_json::from_str::<f64>(&serde_json::to_string(&error).unwrap()).unwrap(),
+            error
+        );
     }
 
     #[test]

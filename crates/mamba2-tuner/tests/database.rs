@@ -1,5 +1,7 @@
 //! The search with the real tuning database behind it. No GPU.
 
+#![allow(clippy::unwrap_used)] // helpers of tests are tests
+
 use std::process::Command;
 
 use mamba2_spec::StepProblem;

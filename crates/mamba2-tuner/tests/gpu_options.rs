@@ -3,6 +3,8 @@
 //!
 //! Needs a GPU: prints `SKIPPED: no CUDA device` without one, and fails instead if MAMBA2_REQUIRE_GPU=1.
 
+#![allow(clippy::unwrap_used)] // helpers of tests are tests
+
 mod common;
 
 use common::{Gpu, gpu, is_fatal};

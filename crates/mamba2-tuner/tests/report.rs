@@ -1,5 +1,7 @@
 //! Reports of a scripted job: table, JSON, HTML.
 
+#![allow(clippy::unwrap_used)] // helpers of tests are tests
+
 use mamba2_tuner::fake::{Act, FakeExecutor, Rule, Script};
 use mamba2_tuner::{FailureKind, JobReport, MemorySink, Policy, Shard, Silent, Target, run_job};
 

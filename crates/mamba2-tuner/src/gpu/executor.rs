@@ -270,12 +270,19 @@ impl GpuExecutor {
         target: &Target,
         candidate: &Candidate,
     ) -> Result<Verified, Failure> {
-        let Prepared { twins, scratch, loaded: kept, .. } = prepared;
+        let Prepared {
+            twins,
+            scratch,
+            loaded: kept,
+            ..
+        } = prepared;
         let strategy = match candidate {
             Candidate::Kernel { within, .. } | Candidate::Strategy(within) => Some(within),
             Candidate::Step(_) => None,
         };
-        let twin = twins.get(&twin_length(target, strategy)).ok_or_else(mismatch)?;
+        let twin = twins
+            .get(&twin_length(target, strategy))
+            .ok_or_else(mismatch)?;
         match twin {
             Twin::Forward(trial, oracle) => {
                 let twin = Target::Forward(trial.problem.clone());
@@ -550,7 +557,9 @@ impl Executor for GpuExecutor {
             .expect("no holder of this lock should panic");
         self.switch(&mut prepared, target);
         if prepared.twins.is_empty() {
-            prepared.twins = self.make_twins(target).map_err(|e| self.unfit(target, &e))?;
+            prepared.twins = self
+                .make_twins(target)
+                .map_err(|e| self.unfit(target, &e))?;
         }
         if prepared.real.is_none() {
             prepared.real = Some(self.make_real(target).map_err(|e| self.unfit(target, &e))?);

@@ -320,8 +320,8 @@ impl Projection<'_> {
         };
         let dt_view = TensorMeta::strided(dt.dtype(), dt_shape, &[seqlen * row, row, 1]);
         let at = |i: usize| (lead + starts[i]) * elem;
-        for i in 0..4 {
-            if let Some(values) = four[i] {
+        for (i, values) in four.iter().enumerate() {
+            if let Some(values) = values {
                 scatter(&mut image, at(i), &view(i), &values.to_le_bytes());
             }
         }

@@ -1,6 +1,6 @@
 //! Small problems that compile to the same kernels as a large one: same headdim, dstate, heads per group, dtypes, options.
 
-use mamba2_spec::{Problem, StepProblem};
+use mamba2_spec::{Problem, StepProblem, StrategyConfig};
 
 /// Tokens of a twin: several chunks of every size, and a ragged tail.
 const TOKENS: usize = 2 * 256 + 37;
@@ -8,6 +8,10 @@ const TOKENS: usize = 2 * 256 + 37;
 const FEW_TOKENS: usize = 256 + 37;
 const LARGE_STATE_ELEMS: usize = 1 << 20;
 const SEQUENCES: usize = 6;
+/// Behind the last whole segment of a strategy that splits sequences: a chunk and a ragged one.
+const SEGMENT_TAIL: usize = 64 + 37;
+/// Up to here a twin has three segments, so that a state passes through one; longer ones have two.
+const SHORT_SEGMENT: usize = 1024;
 
 /// Groups of a twin: more than one where the problem has more, few enough to stay small.
 fn groups(ngroups: usize, heads_per_group: usize) -> usize {
@@ -19,16 +23,36 @@ fn groups(ngroups: usize, heads_per_group: usize) -> usize {
     ngroups.min(most)
 }
 
-/// The twin of a forward pass.
-pub fn of_forward(problem: &Problem) -> Problem {
+/// Tokens that a strategy needs to be legal and to have several of everything that it splits a sequence into.
+fn tokens(config: &StrategyConfig, large: bool) -> usize {
+    let least = if large { FEW_TOKENS } else { TOKENS };
+    let segment = match config {
+        StrategyConfig::ThreeKernel(_) => 0,
+        StrategyConfig::Sm90Fused(c) => c.fused_forward.segment as usize,
+    };
+    match segment {
+        0 => least,
+        s if s <= SHORT_SEGMENT => least.max(2 * s + SEGMENT_TAIL),
+        s => s + SEGMENT_TAIL,
+    }
+}
+
+/// The twin of a forward pass for a config.
+pub fn of_forward(problem: &Problem, config: &StrategyConfig) -> Problem {
     let heads_per_group = problem.heads_per_group();
     let ngroups = groups(problem.ngroups, heads_per_group);
     let nheads = ngroups * heads_per_group;
     let large = nheads * problem.headdim * problem.dstate > LARGE_STATE_ELEMS;
     let mut twin = problem.clone();
     (twin.nheads, twin.ngroups) = (nheads, ngroups);
-    twin.seqlen = if large { FEW_TOKENS } else { TOKENS };
-    twin.batch = if problem.packed.is_some() || nheads > 16 {
+    let tokens = tokens(config, large);
+    // Packed sequences are uneven: the longest of them has several segments.
+    twin.seqlen = if problem.packed.is_some() {
+        3 * tokens
+    } else {
+        tokens
+    };
+    twin.batch = if problem.packed.is_some() || nheads > 16 || tokens > TOKENS {
         1
     } else {
         2
@@ -68,13 +92,15 @@ mod tests {
             "b=2,l=100,h=5,p=33,g=5,n=17,align=1,dtype=f32",
         ] {
             let problem: Problem = shape.parse().unwrap();
-            let twin = of_forward(&problem);
-            twin.check().unwrap();
-            let config = rules::default_strategy(&problem, &device).unwrap();
-            rules::check_strategy(&config, &twin, &device).unwrap();
-            for kernel in config.kernels() {
-                let text = |p: &Problem| render(&kernel, p, &device).config_header;
-                assert_eq!(text(&problem), text(&twin), "{shape}");
+            for config in rules::agreement_defaults(&problem, &device) {
+                let twin = of_forward(&problem, &config);
+                twin.check().unwrap();
+                rules::check_strategy(&config, &twin, &device)
+                    .unwrap_or_else(|e| panic!("{shape}: {config}: {e}"));
+                for kernel in config.kernels() {
+                    let text = |p: &Problem| render(&kernel, p, &device).config_header;
+                    assert_eq!(text(&problem), text(&twin), "{shape}");
+                }
             }
         }
     }
@@ -85,7 +111,10 @@ mod tests {
             "b=1,l=1,h=8,p=64,g=1,n=128",
             "b=1,l=1,h=128,p=256,g=1,n=512",
         ] {
-            let twin = of_forward(&shape.parse().unwrap());
+            let twin = of_forward(
+                &shape.parse().unwrap(),
+                &StrategyConfig::ThreeKernel(Default::default()),
+            );
             for chunk_size in [64, 128, 256] {
                 assert!(
                     twin.seqlen > chunk_size && !twin.seqlen.is_multiple_of(chunk_size),

@@ -29,6 +29,11 @@ pub struct RemoteExecutor {
     compiler: Mutex<Worker>,
 }
 
+/// One answer for each of several candidates; or why the worker was lost, and nobody knows whose fault it is.
+type Together<T> = Result<Vec<Result<T, Failure>>, Failure>;
+/// Answers that came before a worker was lost.
+type Answers = Vec<Option<Result<Compiled, Failure>>>;
+
 /// A worker that may have to be started (again).
 #[derive(Default)]
 struct Worker {
@@ -135,14 +140,14 @@ impl RemoteExecutor {
         }
     }
 
-    /// Measures candidates together; `None` if the worker was lost and nobody knows whose fault it is.
+    /// Measures candidates together.
     fn measure_together(
         &self,
         worker: &mut Worker,
         target: &Target,
         candidates: &[Candidate],
         rounds: Rounds,
-    ) -> Result<Result<Vec<Result<Vec<f64>, Failure>>, Failure>, TunerError> {
+    ) -> Result<Together<Vec<f64>>, TunerError> {
         self.prepared(worker, target)?;
         let request = Request::Measure {
             target: target.clone(),
@@ -167,13 +172,13 @@ impl RemoteExecutor {
         worker: &mut Worker,
         target: &Target,
         candidates: &[Candidate],
-    ) -> Result<(Vec<Option<Result<Compiled, Failure>>>, Option<Failure>), TunerError> {
+    ) -> Result<(Answers, Option<Failure>), TunerError> {
         let channel = self.channel(worker, &self.compile_role)?;
         channel.send(&Request::Compile {
             target: target.clone(),
             candidates: candidates.to_vec(),
         });
-        let mut results: Vec<Option<Result<Compiled, Failure>>> = vec![None; candidates.len()];
+        let mut results: Answers = vec![None; candidates.len()];
         while results.iter().any(Option::is_none) {
             match channel.receive(self.timeout) {
                 Ok(Response::Compiled { index, result }) if index < results.len() => {
