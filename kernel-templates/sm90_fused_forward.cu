@@ -17,7 +17,7 @@ constexpr bool WITH_C = true;
 
 #include "common/sm90_pipeline.cuh"
 
-// Registers for the state update's operand while S x still needs its own.
+// Registers for the state update's operand while S x still needs its own, and for C B^T of the next chunk; else one product at a time.
 constexpr bool ROOMY = HEADS * STATE_REGISTERS <= 64;
 
 constexpr int H_BYTES = DSTATE_BOXES * BOX_BYTES;
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
       wgmma_commit_group();
       next.advance();
     };
-    if (chunks > 0) {
+    if (ROOMY && chunks > 0) {
       start_scores(true);
       wgmma_wait_group<0>();
     }
@@ -223,9 +223,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
       for (int h = 0; h < HEADS; ++h) {
         const Vectors v = vectors_of(stage, consumer * HEADS + h);
         unsigned char* x_box = stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES;
+        if constexpr (!ROOMY) start_scores(true);
         store_state_tile(h_boxes, state[h]);
         fence_proxy_async();
         bar_sync(barrier, 128);
+        if constexpr (!ROOMY) {
+          wgmma_wait_group<0>();
+          decay_scores(decayed[h], scores, v);
+        }
         float y[32];
         wgmma_fence();
         start_product_over_dstate(y, stage, h_boxes);
@@ -234,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
         // Under C H^T: everything that needs no result of it.
         FragmentA<X> weighted_x[4];
         if constexpr (ROOMY) load_weighted_x(weighted_x, x_box, v.w());
-        if (h == 0) {
+        if (ROOMY && h == 0) {
 #pragma unroll
           for (int i = 0; i < HEADS; ++i) decay_scores(decayed[i], scores, vectors_of(stage, consumer * HEADS + i));
         }
@@ -263,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
           start_state_update(state[h], weighted_x, stage + B_OFFSET);
           wgmma_commit_group();
         }
-        if (h == HEADS - 1) start_scores(chunk + 1 < chunks);
+        if (ROOMY && h == HEADS - 1) start_scores(chunk + 1 < chunks);
         store_output(args, s, chunk, s.head0 + consumer * HEADS + h, y, x_box, out + h * args.out_strides.head, barrier);
         wgmma_wait_group<0>();  // the state update and C B^T of the next chunk
       }

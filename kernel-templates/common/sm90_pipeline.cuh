@@ -36,7 +36,6 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 MAMBA2_REQUIRE(P01, X_DTYPE < 2, "16-bit inputs only: wgmma has no float32 product");
 MAMBA2_REQUIRE(P02, HEADDIM <= 64 && (DSTATE_BOXES == 1 || DSTATE_BOXES == 2 || DSTATE_BOXES == 4), "one 64-row tile of headdim, 64, 128 or 256 of dstate");
-MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS <= (WITH_C && WARPGROUPS == 2 ? 64 : 128), "the states of a warpgroup must stay in registers");
 MAMBA2_REQUIRE(P04, ALIGNED == 1, "16-byte copies");
 MAMBA2_REQUIRE(P05, SEGMENT % CHUNK == 0, "a segment is whole chunks");
 
@@ -57,9 +56,15 @@ struct TensorMaps {
 
 // Two blocks share a multiprocessor where the states of a lone consumer warpgroup are small enough.
 constexpr int BLOCKS_PER_SM = WARPGROUPS == 1 && HEADS * STATE_REGISTERS <= 64 ? 2 : 1;
-// Registers after reallocation: what the block was launched with, moved from the producer to the consumers.
-constexpr int PRODUCER_REGISTERS = USE_TMA ? 40 : WARPGROUPS == 2 ? 72 : 64;
-constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? (USE_TMA ? 232 : 208) : BLOCKS_PER_SM == 1 ? 240 : USE_TMA ? 216 : 192;
+// Registers after reallocation: what a block is launched with, moved from the producer to the
+// consumers. In steps of eight; a thread has at most 240. rules.rs computes the same.
+constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS_PER_SM * THREADS) > 248 ? 248 : 65536 / (BLOCKS_PER_SM * THREADS) / 8 * 8;
+constexpr int PRODUCER_REGISTERS = USE_TMA ? 40 : BLOCKS_PER_SM == 2 ? 64 : 72;
+constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS) / (128 * WARPGROUPS) / 8 * 8;
+constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
+
+MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 96 : 24) + 16 * HEADS <= CONSUMER_REGISTERS,
+               "the states of a warpgroup, and what the products need beside them, must stay in registers");
 
 struct Segment {
   int64 row;      // index along the batch axis

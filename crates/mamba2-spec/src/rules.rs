@@ -175,8 +175,10 @@ fn check_sm90(
     require(config, "P02", problem.headdim <= 64 && matches!(padded, 64 | 128 | 256), || {
         format!("headdim {}, dstate {}", problem.headdim, problem.dstate)
     })?;
-    let (registers, room) = (heads * padded / 2, if with_c { 64 } else { 128 });
-    require(config, "P03", registers <= room, || format!("{registers} state registers a thread, room for {room}"))?;
+    let states = heads * padded / 2;
+    let need = states + if with_c { 96 } else { 24 } + 16 * heads;
+    let room = sm90_consumer_registers(warpgroups, states, problem.packed.is_some());
+    require(config, "P03", need <= room, || format!("{need} registers a thread wanted, {room} available"))?;
     require(config, "P04", problem.alignment == Alignment::Bytes16, || format!("{:?}", problem.alignment))?;
     require(config, "P05", segment.is_multiple_of(64), || format!("SEGMENT = {segment}"))?;
     check_segment(config, segment, problem, with_c)?;
@@ -184,6 +186,19 @@ fn check_sm90(
     require(config, "P08", block == 1 || 2 * group.next_multiple_of(block) <= 3 * group, || {
         format!("{block} heads a block, {group} a group")
     })
+}
+
+/// Registers of a consumer thread after the producer gave away its own; common/sm90_pipeline.cuh computes the same.
+fn sm90_consumer_registers(warpgroups: u32, states: u32, packed: bool) -> u32 {
+    let threads = 128 * (warpgroups + 1);
+    let blocks = if warpgroups == 1 && states <= 64 { 2 } else { 1 };
+    let launch = (65536 / (blocks * threads) / 8 * 8).min(248);
+    let producer = match (packed, blocks) {
+        (false, _) => 40,
+        (true, 2) => 64,
+        (true, _) => 72,
+    };
+    ((launch * threads - producer * 128) / (128 * warpgroups) / 8 * 8).min(240)
 }
 
 /// Checks a whole strategy.
