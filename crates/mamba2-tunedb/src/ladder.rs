@@ -1,22 +1,26 @@
-use std::collections::{BTreeMap, HashMap};
+mod answer;
+mod builder;
+mod local;
+mod source;
+
+use std::collections::HashMap;
 use std::fmt;
-use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
-use std::time::Duration;
 
 use mamba2_spec::parameters::StateUpdate;
 use mamba2_spec::{DeviceFacts, Problem, StepProblem, StrategyConfig, rules};
 
+pub use self::answer::{Answer, Tier};
+pub use self::builder::LadderBuilder;
+use self::local::Local;
+use self::source::{Source, nearest};
 use crate::bundle::Bundle;
 use crate::error::Result;
 use crate::key::TuneKey;
 use crate::local::LocalDb;
 use crate::mode::Mode;
-use crate::parts;
-use crate::paths::CacheDir;
 use crate::record::Record;
 use crate::shipped::Shipped;
-use crate::snapshot::Snapshot;
 use crate::store::Store;
 use crate::validate;
 
@@ -30,284 +34,11 @@ pub const NEAREST_BOUND: f64 = 1.0;
 /// Answers kept in memory; a process that asks for more shapes starts over.
 const MAX_ANSWERS: usize = 1 << 16;
 
-/// Who spoke.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Tier {
-    /// The caller pinned the config.
-    Override,
-    /// Tuned on this machine for exactly this problem.
-    Local,
-    /// From an imported bundle, for exactly this problem.
-    Bundle,
-    /// Shipped with the program, for exactly this problem.
-    Shipped,
-    /// Tuned on this machine for a nearby size.
-    LocalNearest,
-    /// From an imported bundle, for a nearby size.
-    BundleNearest,
-    /// Shipped with the program, for a nearby size.
-    ShippedNearest,
-    /// No record speaks: the untuned config of the architecture.
-    Default,
-}
-
-impl fmt::Display for Tier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Tier::Override => "override",
-            Tier::Local => "local",
-            Tier::Bundle => "bundle",
-            Tier::Shipped => "shipped",
-            Tier::LocalNearest => "local nearest",
-            Tier::BundleNearest => "bundle nearest",
-            Tier::ShippedNearest => "shipped nearest",
-            Tier::Default => "default",
-        })
-    }
-}
-
-/// What the ladder says about a problem.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Answer<C = StrategyConfig> {
-    /// The config to use: legal for the problem by today's rules.
-    pub config: C,
-    /// Who spoke.
-    pub tier: Tier,
-    /// [`TuneKey::distance`] to the record's problem; 0 unless the tier is a nearest one.
-    pub distance: f64,
-    /// The record that spoke.
-    pub record: Option<Arc<Record>>,
-    /// True if the record was made with other kernel templates than today's: legal, but worth tuning again.
-    pub stale: bool,
-    /// True if the record is of a GPU with another number of multiprocessors, which [`LadderBuilder::other_device`] allowed.
-    pub other_device: bool,
-    /// Records that were passed over, and why.
-    pub warnings: Vec<String>,
-}
-
-/// Where records can be looked up.
-trait Source: Send + Sync {
-    fn get(&self, key: &TuneKey) -> Result<Option<Record>>;
-    fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>>;
-    /// Numbers of multiprocessors of GPUs of the same architecture that there are records for.
-    fn sm_counts(&self, key: &TuneKey) -> Result<Vec<u32>>;
-}
-
-/// Prefix of all keys of an architecture.
-fn arch_prefix(key: &TuneKey) -> String {
-    let text = key.to_string();
-    let end = text.find(",sms=").map_or(text.len(), |i| i + ",sms=".len());
-    text[..end].to_string()
-}
-
-fn sm_counts_of(keys: impl IntoIterator<Item = TuneKey>) -> Vec<u32> {
-    let counts: std::collections::BTreeSet<u32> = keys.into_iter().map(|k| k.sm_count()).collect();
-    counts.into_iter().collect()
-}
-
-impl Source for Snapshot {
-    fn get(&self, key: &TuneKey) -> Result<Option<Record>> {
-        Snapshot::get(self, key)
-    }
-    fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>> {
-        self.keys_with_prefix(&key.family_prefix())
-    }
-    fn sm_counts(&self, key: &TuneKey) -> Result<Vec<u32>> {
-        self.keys_with_prefix(&arch_prefix(key)).map(sm_counts_of)
-    }
-}
-
-impl Source for Store {
-    fn get(&self, key: &TuneKey) -> Result<Option<Record>> {
-        Store::get(self, key)
-    }
-    fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>> {
-        self.keys_with_prefix(&key.family_prefix())
-    }
-    fn sm_counts(&self, key: &TuneKey) -> Result<Vec<u32>> {
-        self.keys_with_prefix(&arch_prefix(key)).map(sm_counts_of)
-    }
-}
-
-impl Source for Bundle {
-    fn get(&self, key: &TuneKey) -> Result<Option<Record>> {
-        self.record(key)
-    }
-    fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>> {
-        self.keys_with_prefix(&key.family_prefix())
-    }
-    fn sm_counts(&self, key: &TuneKey) -> Result<Vec<u32>> {
-        self.keys_with_prefix(&arch_prefix(key)).map(sm_counts_of)
-    }
-}
-
-impl Source for Shipped {
-    fn get(&self, key: &TuneKey) -> Result<Option<Record>> {
-        Shipped::get(self, key)
-    }
-    fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>> {
-        Ok(Shipped::family(self, key))
-    }
-    fn sm_counts(&self, key: &TuneKey) -> Result<Vec<u32>> {
-        Ok(Shipped::sm_counts(self, key))
-    }
-}
-
-impl Source for BTreeMap<String, Record> {
-    fn get(&self, key: &TuneKey) -> Result<Option<Record>> {
-        Ok(BTreeMap::get(self, &key.to_string()).cloned())
-    }
-    fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>> {
-        let prefix = key.family_prefix();
-        let range = self
-            .range(prefix.clone()..)
-            .take_while(|(text, _)| text.starts_with(&prefix));
-        Ok(range.map(|(_, record)| record.key).collect())
-    }
-    fn sm_counts(&self, key: &TuneKey) -> Result<Vec<u32>> {
-        let same_arch = self.values().filter(|r| r.key.arch() == key.arch());
-        Ok(sm_counts_of(same_arch.map(|r| r.key)))
-    }
-}
-
 /// Digests of today's templates; a record with another digest is stale.
 #[derive(Clone, Debug, Default)]
 struct Templates {
     forward: Option<String>,
     step: Option<String>,
-}
-
-/// The local tier: what this process learned, parts, and the store or the snapshot.
-#[derive(Default)]
-struct Local {
-    /// Wins over what lies below for the same key.
-    learned: BTreeMap<String, Record>,
-    published: Option<Arc<dyn Source>>,
-    digest: Option<String>,
-    warnings: Vec<String>,
-}
-
-/// Collects what makes up a [`Ladder`].
-#[derive(Default)]
-pub struct LadderBuilder {
-    mode: Mode,
-    local: Option<LocalDb>,
-    store: Option<Arc<Store>>,
-    bundles: Vec<Arc<Bundle>>,
-    shipped: Option<Shipped>,
-    templates: Templates,
-    overrides: HashMap<TuneKey, StrategyConfig>,
-    other_device: bool,
-    warnings: Vec<String>,
-}
-
-impl LadderBuilder {
-    /// How look-ups are answered; [`Mode::Replay`] unless set.
-    #[must_use]
-    pub fn mode(mut self, mode: Mode) -> Self {
-        self.mode = mode;
-        self
-    }
-
-    /// Uses the local database of a cache directory, and the bundles imported there. A missing directory is no fault.
-    #[must_use]
-    pub fn cache(mut self, cache: &CacheDir) -> Self {
-        match LocalDb::in_cache(cache) {
-            Ok(local) => {
-                self.import_bundles(&local);
-                self.local = Some(local);
-            }
-            Err(e) => self.warnings.push(e.to_string()),
-        }
-        self
-    }
-
-    fn import_bundles(&mut self, local: &LocalDb) {
-        let Ok(entries) = std::fs::read_dir(local.bundles_path()) else {
-            return;
-        };
-        let mut paths: Vec<PathBuf> = entries
-            .flatten()
-            .map(|e| e.path())
-            .filter(|p| p.extension().is_some_and(|e| e == Bundle::EXTENSION))
-            .collect();
-        paths.sort();
-        for path in paths {
-            match Bundle::open(&path) {
-                Ok(bundle) => self.bundles.push(Arc::new(bundle)),
-                Err(e) => self.warnings.push(e.to_string()),
-            }
-        }
-    }
-
-    /// Looks up in a store that this process holds open, instead of its snapshot.
-    #[must_use]
-    pub fn store(mut self, store: Arc<Store>) -> Self {
-        self.store = Some(store);
-        self
-    }
-
-    /// Adds a bundle; earlier ones win.
-    #[must_use]
-    pub fn bundle(mut self, bundle: Arc<Bundle>) -> Self {
-        self.bundles.push(bundle);
-        self
-    }
-
-    /// Uses these shipped records instead of the embedded ones.
-    #[must_use]
-    pub fn shipped(mut self, shipped: Shipped) -> Self {
-        self.shipped = Some(shipped);
-        self
-    }
-
-    /// Digests of today's templates, as tuning writes them to [`crate::Provenance::template_digest`]. Fresh records are
-    /// preferred over stale ones of any tier.
-    #[must_use]
-    pub fn templates(mut self, forward: impl Into<String>, step: impl Into<String>) -> Self {
-        self.templates = Templates {
-            forward: Some(forward.into()),
-            step: Some(step.into()),
-        };
-        self
-    }
-
-    /// Pins the config of one problem.
-    #[must_use]
-    pub fn pin(mut self, problem: &Problem, device: &DeviceFacts, config: StrategyConfig) -> Self {
-        self.overrides
-            .insert(TuneKey::forward(problem, device), config);
-        self
-    }
-
-    /// Also uses records of GPUs of the same architecture with another number of multiprocessors, as the last tier before
-    /// the default. Answers say so.
-    #[must_use]
-    pub fn other_device(mut self, allowed: bool) -> Self {
-        self.other_device = allowed;
-        self
-    }
-
-    /// Opens what there is. Faults become warnings: a ladder can always answer.
-    pub fn build(self) -> Ladder {
-        let ladder = Ladder {
-            mode: self.mode,
-            db: self.local,
-            store: self.store,
-            local: RwLock::default(),
-            bundles: self.bundles,
-            shipped: self.shipped.unwrap_or_else(Shipped::embedded),
-            templates: self.templates,
-            overrides: self.overrides,
-            other_device: self.other_device,
-            warnings: self.warnings,
-            answers: RwLock::default(),
-            step_answers: RwLock::default(),
-        };
-        ladder.warnings.iter().for_each(|w| tracing::warn!("{w}"));
-        ladder.reload();
-        ladder
-    }
 }
 
 /// The look-up ladder: override, local, bundle, shipped, nearest, default. Immutable but for [`Ladder::learn`] and
@@ -608,68 +339,6 @@ impl Ladder {
         self.forget();
     }
 
-    fn read_local(&self, learned: BTreeMap<String, Record>) -> Local {
-        let mut local = Local {
-            learned,
-            ..Local::default()
-        };
-        if let Some(store) = &self.store {
-            local.published = Some(store.clone());
-            return local;
-        }
-        let Some(db) = &self.db else { return local };
-        for path in parts::list(&db.parts_path()) {
-            match parts::read(&path) {
-                Ok(part) => part
-                    .records
-                    .into_iter()
-                    .for_each(|record| merge_into(&mut local.learned, record)),
-                Err(e) => local.warnings.push(format!("{e}; passed over")),
-            }
-        }
-        match db.snapshot() {
-            Ok(Some(snapshot)) => {
-                // A part may be older than what was committed since.
-                local.learned.retain(|_, record| {
-                    let published = snapshot.get(&record.key).ok().flatten();
-                    published.is_none_or(|published| {
-                        !std::ptr::eq(published.preferred(record), &published)
-                    })
-                });
-                local.digest = Some(snapshot.digest());
-                local.published = Some(Arc::new(snapshot));
-            }
-            Ok(None) => self.read_store(db, &mut local),
-            Err(e) => {
-                let saved = Snapshot::salvage(&db.snapshot_path()).unwrap_or_default();
-                local
-                    .warnings
-                    .push(format!("{e}; using {} good records of it", saved.len()));
-                saved
-                    .into_iter()
-                    .for_each(|record| merge_into(&mut local.learned, record));
-                self.read_store(db, &mut local);
-            }
-        }
-        local
-    }
-
-    /// Without a good snapshot the store itself is asked, if it is there and nobody holds it.
-    fn read_store(&self, db: &LocalDb, local: &mut Local) {
-        if !db.store_path().is_dir() {
-            return;
-        }
-        match db.open_store(Duration::ZERO) {
-            Ok(store) => store
-                .records()
-                .flatten()
-                .for_each(|record| merge_into(&mut local.learned, record)),
-            Err(e) => local
-                .warnings
-                .push(format!("{e}; going on without the local store")),
-        }
-    }
-
     fn forget(&self) {
         self.answers
             .write()
@@ -680,32 +349,6 @@ impl Ladder {
             .unwrap_or_else(PoisonError::into_inner)
             .clear();
     }
-}
-
-fn merge_into(records: &mut BTreeMap<String, Record>, record: Record) {
-    let key = record.key.to_string();
-    match records.get(&key) {
-        Some(old) if std::ptr::eq(old.preferred(&record), old) => {}
-        _ => drop(records.insert(key, record)),
-    }
-}
-
-/// Keys of the source within [`NEAREST_BOUND`], nearest first; of equals the larger problem, then the order of the keys.
-fn nearest(source: &dyn Source, key: &TuneKey, warnings: &mut Vec<String>) -> Vec<TuneKey> {
-    let family = source.family(key).unwrap_or_else(|e| {
-        warnings.push(e.to_string());
-        Vec::new()
-    });
-    let mut near: Vec<(f64, TuneKey)> = family
-        .into_iter()
-        .filter_map(|k| {
-            key.distance(&k)
-                .filter(|d| *d <= NEAREST_BOUND)
-                .map(|d| (d, k))
-        })
-        .collect();
-    near.sort_by(|(a, ka), (b, kb)| a.total_cmp(b).then(kb.cmp(ka)));
-    near.into_iter().map(|(_, k)| k).collect()
 }
 
 fn plain<C>(config: C, tier: Tier, warnings: Vec<String>) -> Answer<C> {
