@@ -1,0 +1,233 @@
+//! The search: screen every candidate, refine near ties, put the best together, decide in interleaved finals.
+
+mod entry;
+mod finals;
+mod ranking;
+mod screen;
+
+use std::time::Instant;
+
+use mamba2_spec::{Problem, StepProblem};
+
+pub(crate) use self::entry::{Entry, Group};
+pub(crate) use self::finals::Finals;
+use self::ranking::ranking;
+use crate::choose::choose;
+use crate::executor::{Executor, Failure, FailureKind, Rounds};
+use crate::report::{self, TuneReport};
+use crate::sink::{Choice, Outcome, Sink, Stored};
+use crate::space::Space;
+use crate::{Candidate, Policy, Progress, Summary, Target, TunerError};
+
+/// Finds, verifies and stores the fastest config of a forward pass.
+///
+/// # Errors
+/// [`TunerError`]: the problem is refused, the device or the store is lost, or every candidate failed. Results up to then
+/// are stored.
+pub fn tune(
+    problem: &Problem,
+    executor: &dyn Executor,
+    sink: &dyn Sink,
+    progress: &dyn Progress,
+    policy: &Policy,
+) -> Result<TuneReport, TunerError> {
+    tune_target(
+        &Target::Forward(problem.clone()),
+        executor,
+        sink,
+        progress,
+        policy,
+    )
+}
+
+/// Finds, verifies and stores the fastest config of a decode step.
+///
+/// # Errors
+/// As [`tune`].
+pub fn tune_step(
+    problem: &StepProblem,
+    executor: &dyn Executor,
+    sink: &dyn Sink,
+    progress: &dyn Progress,
+    policy: &Policy,
+) -> Result<TuneReport, TunerError> {
+    tune_target(
+        &Target::Step(problem.clone()),
+        executor,
+        sink,
+        progress,
+        policy,
+    )
+}
+
+/// [`tune`] or [`tune_step`].
+///
+/// # Errors
+/// As [`tune`].
+pub fn tune_target(
+    target: &Target,
+    executor: &dyn Executor,
+    sink: &dyn Sink,
+    progress: &dyn Progress,
+    policy: &Policy,
+) -> Result<TuneReport, TunerError> {
+    target.check()?;
+    let for_workspace = executor
+        .memory_bytes()
+        .map(|bytes| bytes.saturating_sub(target.tensor_bytes()));
+    let space = Space::of(target, executor.device(), for_workspace)?;
+    tune_space(target, &space, executor, sink, progress, policy)
+}
+
+/// Searches a given space: all of a shape's, or the part that somebody wants to look at.
+///
+/// # Errors
+/// As [`tune`].
+pub fn tune_space(
+    target: &Target,
+    space: &Space,
+    executor: &dyn Executor,
+    sink: &dyn Sink,
+    progress: &dyn Progress,
+    policy: &Policy,
+) -> Result<TuneReport, TunerError> {
+    let started = Instant::now();
+    let search = Search {
+        target,
+        shape: target.to_string(),
+        executor,
+        sink,
+        progress,
+        policy,
+    };
+    let mut groups = search.screen(space)?;
+    search.refine(&mut groups)?;
+    let ranked = ranking(space, &groups, policy);
+    let finals = search.finals(&space.default, &ranked, &groups)?;
+    let failed = groups
+        .iter()
+        .flat_map(|g| &g.entries)
+        .chain(&finals.rejected)
+        .filter_map(Entry::failure);
+    let rejected = failed.clone().count();
+    let Some(winner) = choose(&finals.times, &space.default, policy.noise_floor) else {
+        let first = failed
+            .clone()
+            .next()
+            .map_or_else(|| "there were no candidates".into(), ToString::to_string);
+        return Err(TunerError::NothingWorks {
+            target: search.shape,
+            failed: rejected,
+            first,
+        });
+    };
+    let default = finals
+        .times
+        .iter()
+        .find(|(c, _)| *c == space.default)
+        .map(|(_, s)| *s);
+    let (candidate, summary) = finals.times[winner];
+    let choice = Choice {
+        candidate,
+        conditions: executor.conditions(&candidate),
+        measurement: policy.measurement(),
+        summary,
+        default,
+        max_error: finals.errors.get(&candidate).copied().unwrap_or(0.0),
+        candidates: groups.iter().map(|g| g.entries.len()).sum(),
+        rejected,
+        quiet: default.unwrap_or(summary).relative_spread() <= policy.quiet_spread,
+    };
+    sink.put_choice(executor.device(), target, &choice)?;
+    let report = report::make(
+        target,
+        space,
+        executor.device(),
+        policy,
+        groups,
+        finals,
+        choice,
+        started.elapsed(),
+    );
+    for warning in &report.warnings {
+        progress.warn(warning);
+    }
+    Ok(report)
+}
+
+struct Search<'a> {
+    target: &'a Target,
+    shape: String,
+    executor: &'a dyn Executor,
+    sink: &'a dyn Sink,
+    progress: &'a dyn Progress,
+    policy: &'a Policy,
+}
+
+impl Search<'_> {
+    /// The stored result of a candidate, if template, compiler, driver and (for timings) policy are still the same.
+    fn stored(&self, candidate: &Candidate) -> Result<Option<Outcome>, TunerError> {
+        let Some(stored) = self
+            .sink
+            .result(self.executor.device(), self.target, candidate)?
+        else {
+            return Ok(None);
+        };
+        let same_measurement = match stored.outcome {
+            Outcome::Timed { .. } => stored.measurement == self.policy.measurement(),
+            Outcome::Failed(_) => true,
+        };
+        let valid = same_measurement && stored.conditions == self.executor.conditions(candidate);
+        Ok(valid.then_some(stored.outcome))
+    }
+
+    fn store<'b>(
+        &self,
+        results: impl Iterator<Item = (&'b Candidate, &'b Outcome)>,
+    ) -> Result<(), TunerError> {
+        let results: Vec<(Candidate, Stored)> = results
+            .filter(|(_, outcome)| !matches!(outcome, Outcome::Failed(f) if !f.kind.is_lasting()))
+            .map(|(candidate, outcome)| {
+                let measurement = match outcome {
+                    Outcome::Timed { .. } => self.policy.measurement(),
+                    Outcome::Failed(_) => String::new(),
+                };
+                let conditions = self.executor.conditions(candidate);
+                (
+                    *candidate,
+                    Stored {
+                        conditions,
+                        measurement,
+                        outcome: outcome.clone(),
+                    },
+                )
+            })
+            .collect();
+        if results.is_empty() {
+            return Ok(());
+        }
+        self.sink
+            .put_results(self.executor.device(), self.target, &results)
+    }
+
+    fn measure(
+        &self,
+        candidates: impl Iterator<Item = Candidate>,
+        rounds: Rounds,
+    ) -> Result<Vec<Result<Summary, Failure>>, TunerError> {
+        let candidates: Vec<Candidate> = candidates.collect();
+        if candidates.is_empty() {
+            return Ok(Vec::new());
+        }
+        let samples = self.executor.measure(self.target, &candidates, rounds)?;
+        Ok(samples
+            .into_iter()
+            .map(|result| result.and_then(|samples| timed(&samples)))
+            .collect())
+    }
+}
+
+fn timed(samples: &[f64]) -> Result<Summary, Failure> {
+    Summary::of(samples)
+        .ok_or_else(|| Failure::new(FailureKind::Launch, format!("{samples:?} are not times")))
+}
