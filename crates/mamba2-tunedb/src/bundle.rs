@@ -180,6 +180,19 @@ impl Bundle {
             .collect())
     }
 
+    /// Keys of the same family as `key`.
+    ///
+    /// # Errors
+    /// [`TuneDbError::Damaged`] if the file cannot be read.
+    pub fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>> {
+        let prefix = format!("{RECORD_PREFIX}{}", key.family_prefix());
+        let keys = self.frames.keys_with_prefix(prefix.as_bytes())?;
+        Ok(keys
+            .iter()
+            .filter_map(|found| key.relative(&prefix, std::str::from_utf8(found).ok()?))
+            .collect())
+    }
+
     /// Every record in order of its key, or why it cannot be read.
     ///
     /// # Errors

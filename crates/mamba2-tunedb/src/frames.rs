@@ -108,6 +108,8 @@ pub(crate) struct FrameFile {
     source: Source,
     what: String,
     rows: Vec<Row>,
+    /// Where the body ends and the index begins.
+    body_end: u64,
     generation: u64,
 }
 
@@ -229,6 +231,7 @@ impl FrameFile {
             source,
             what,
             rows,
+            body_end: index_offset,
             generation,
         })
     }
@@ -300,14 +303,42 @@ impl FrameFile {
     /// Keys that begin with `prefix`.
     pub fn keys_with_prefix(&self, prefix: &[u8]) -> Result<Vec<Vec<u8>>> {
         let mut keys = Vec::new();
-        for i in self.lower_bound(prefix)?..self.rows.len() {
-            let key = self.key(i)?;
+        // Entries of neighbouring keys lie side by side: one read serves many.
+        let mut window = Window::default();
+        for row in &self.rows[self.lower_bound(prefix)?..] {
+            let key = window.read(self, row)?;
             if !key.starts_with(prefix) {
                 break;
             }
-            keys.push(key);
+            keys.push(key.to_vec());
         }
         Ok(keys)
+    }
+}
+
+const WINDOW_BYTES: u64 = 64 * 1024;
+
+/// A stretch of the file held in memory.
+#[derive(Default)]
+struct Window {
+    start: u64,
+    bytes: Vec<u8>,
+}
+
+impl Window {
+    /// The key of `row`.
+    fn read(&mut self, file: &FrameFile, row: &Row) -> Result<&[u8]> {
+        let (key_len, end) = (row.key_len as usize, self.start + self.bytes.len() as u64);
+        if row.offset < self.start || row.offset + key_len as u64 > end {
+            let length = file
+                .body_end
+                .saturating_sub(row.offset)
+                .min(WINDOW_BYTES.max(key_len as u64));
+            self.bytes = file.read(row.offset, length as u32)?;
+            self.start = row.offset;
+        }
+        let from = (row.offset - self.start) as usize;
+        Ok(&self.bytes[from..from + key_len])
     }
 }
 

@@ -240,6 +240,29 @@ impl TuneKey {
         format!("{},", self.family)
     }
 
+    /// The key of the same family that `text`, which begins with `prefix` = [`TuneKey::family_prefix`], names. As
+    /// [`str::parse`], but only the sizes need reading.
+    pub(crate) fn relative(&self, prefix: &str, text: &str) -> Option<TuneKey> {
+        let mut sizes = text.strip_prefix(prefix)?.splitn(3, ',');
+        let mut size = |name: &str| {
+            let digits = sizes.next()?.strip_prefix(name)?;
+            // One spelling per number.
+            let canonical = digits.len() == 1 || !digits.starts_with(['0', '+']);
+            digits
+                .parse::<usize>()
+                .ok()
+                .filter(|_| canonical && digits.starts_with(|c: char| c.is_ascii_digit()))
+        };
+        let (batch, sequences, seqlen) = (size("b=")?, size("s=")?, size("l=")?);
+        let packed = matches!(self.family.options, Options::Forward { packed: true, .. });
+        (packed || batch == sequences).then_some(TuneKey {
+            family: self.family,
+            batch,
+            sequences,
+            seqlen,
+        })
+    }
+
     /// Architecture the entry was measured on.
     pub fn arch(&self) -> Arch {
         self.family.arch

@@ -80,9 +80,8 @@ impl Shipped {
 
     /// Shipped keys of the same family.
     pub fn family(&self, key: &TuneKey) -> Vec<TuneKey> {
-        self.file(key).map_or_else(Vec::new, |records| {
-            records.keys_with_prefix(&key.family_prefix())
-        })
+        self.file(key)
+            .map_or_else(Vec::new, |records| records.family(key))
     }
 
     /// Numbers of multiprocessors that records of the key's architecture are shipped for.

@@ -119,6 +119,19 @@ impl Snapshot {
             .collect())
     }
 
+    /// Keys of the same family as `key`.
+    ///
+    /// # Errors
+    /// [`TuneDbError::Damaged`] if the file cannot be read.
+    pub fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>> {
+        let prefix = key.family_prefix();
+        let keys = self.frames.keys_with_prefix(prefix.as_bytes())?;
+        Ok(keys
+            .iter()
+            .filter_map(|found| key.relative(&prefix, std::str::from_utf8(found).ok()?))
+            .collect())
+    }
+
     /// Every record in order of its key, or why it cannot be read.
     pub fn records(&self) -> impl Iterator<Item = Result<Record>> + '_ {
         (0..self.frames.len()).map(|i| {

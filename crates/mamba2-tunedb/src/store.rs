@@ -259,6 +259,24 @@ impl Store {
         Ok(keys)
     }
 
+    /// Keys of the same family as `key`.
+    ///
+    /// # Errors
+    /// sled's.
+    pub fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>> {
+        let prefix = key.family_prefix();
+        let mut keys = Vec::new();
+        for item in self.records.scan_prefix(prefix.as_bytes()).keys() {
+            let found = self.sled(item)?;
+            keys.extend(
+                std::str::from_utf8(&found)
+                    .ok()
+                    .and_then(|text| key.relative(&prefix, text)),
+            );
+        }
+        Ok(keys)
+    }
+
     /// Every record in order of its key, or why it cannot be read.
     pub fn records(&self) -> impl Iterator<Item = Result<Record>> + '_ {
         self.records.iter().map(|item| {

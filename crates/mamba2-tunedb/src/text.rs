@@ -153,6 +153,17 @@ impl TextRecords {
         keys.filter_map(|key| key.parse().ok()).collect()
     }
 
+    /// Keys of the same family as `key`.
+    pub fn family(&self, key: &TuneKey) -> Vec<TuneKey> {
+        let prefix = key.family_prefix();
+        let from = self.lower_bound(&prefix);
+        let texts = (from..self.lines.len()).map(|i| line_key(self.line(i)));
+        texts
+            .take_while(|text| text.starts_with(&prefix))
+            .filter_map(|text| key.relative(&prefix, text))
+            .collect()
+    }
+
     /// Every record in order of its key, or why it cannot be read.
     pub fn records(&self) -> impl Iterator<Item = Result<Record>> + '_ {
         (0..self.lines.len()).map(|i| self.parse(i))

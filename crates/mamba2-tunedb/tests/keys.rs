@@ -369,3 +369,56 @@ fn t12_another_gpu_answers_only_when_asked_and_says_so() {
         Tier::Default
     );
 }
+
+#[test]
+fn a_family_is_the_same_from_every_source() {
+    let (dir, cache, db) = database();
+    let records = [record(1, 64, 1), record(10, 640, 2), record(4, 4096, 8)];
+    db.commit(&records, &[], DEFAULT_WAIT).unwrap();
+    let mut packed = problem(1, 4096);
+    packed.packed = Some(7);
+    let key = TuneKey::forward(&problem(4, 5000), &device());
+    let expected: Vec<TuneKey> = {
+        let mut keys: Vec<String> = records.iter().map(|r| r.key.to_string()).collect();
+        keys.sort();
+        keys.iter().map(|text| text.parse().unwrap()).collect()
+    };
+    assert_eq!(
+        db.snapshot().unwrap().unwrap().family(&key).unwrap(),
+        expected
+    );
+    assert_eq!(
+        db.open_store(DEFAULT_WAIT).unwrap().family(&key).unwrap(),
+        expected
+    );
+    let path = dir.path().join("b.mamba2bundle");
+    mamba2_tunedb::Bundle::write(&path, "", records.to_vec(), []).unwrap();
+    assert_eq!(
+        mamba2_tunedb::Bundle::open(&path)
+            .unwrap()
+            .family(&key)
+            .unwrap(),
+        expected
+    );
+    let text = mamba2_tunedb::write_text(records).unwrap();
+    assert_eq!(
+        mamba2_tunedb::TextRecords::new("text", text)
+            .unwrap()
+            .family(&key),
+        expected
+    );
+    let none = TuneKey::forward(&packed, &device());
+    assert_eq!(
+        db.snapshot().unwrap().unwrap().family(&none).unwrap(),
+        vec![]
+    );
+    assert_eq!(
+        Ladder::builder()
+            .cache(&cache)
+            .build()
+            .look_up(&packed, &device())
+            .unwrap()
+            .tier,
+        Tier::Default
+    );
+}

@@ -36,7 +36,7 @@ impl Source for Snapshot {
         Snapshot::get(self, key)
     }
     fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>> {
-        self.keys_with_prefix(&key.family_prefix())
+        Snapshot::family(self, key)
     }
     fn sm_counts(&self, key: &TuneKey) -> Result<Vec<u32>> {
         self.keys_with_prefix(&arch_prefix(key)).map(sm_counts_of)
@@ -48,7 +48,7 @@ impl Source for Store {
         Store::get(self, key)
     }
     fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>> {
-        self.keys_with_prefix(&key.family_prefix())
+        Store::family(self, key)
     }
     fn sm_counts(&self, key: &TuneKey) -> Result<Vec<u32>> {
         self.keys_with_prefix(&arch_prefix(key)).map(sm_counts_of)
@@ -60,7 +60,7 @@ impl Source for Bundle {
         self.record(key)
     }
     fn family(&self, key: &TuneKey) -> Result<Vec<TuneKey>> {
-        self.keys_with_prefix(&key.family_prefix())
+        Bundle::family(self, key)
     }
     fn sm_counts(&self, key: &TuneKey) -> Result<Vec<u32>> {
         self.keys_with_prefix(&arch_prefix(key)).map(sm_counts_of)
