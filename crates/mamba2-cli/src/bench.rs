@@ -1,16 +1,16 @@
-//! `mamba2 bench`: how long the forward pass takes, beside the physical limit.
+//! `mamba2 bench`: how long forward passes and decode steps take, beside the physical limit.
 
 use std::time::{Duration, Instant};
 
 use mamba2::{
-    Device, DeviceBuffer, DeviceTensor, Engine, Error, ForwardInputs, ForwardOutputs, HasMeta,
-    Problem, Timer, TimerPolicy,
+    Device, DeviceTensor, Engine, Error, HasMeta, Problem, StepProblem, Timer, TimerPolicy,
 };
-use mamba2_reference::{Pattern, generate};
-use mamba2_spec::limit::{H200_BF16_FLOPS_PER_S, H200_COPY_BYTES_PER_S, Limit};
+use mamba2::{ForwardInputs, ForwardOutputs, StepInputs, StepOutputs};
+use mamba2_reference::Pattern;
+use mamba2_tuner::{Target, shapes};
 use serde_json::{Value, json};
 
-use crate::case::{ForwardCase, output_views};
+use crate::case::{ForwardCase, StepCase, output_views, step_output_views};
 use crate::cli::{BenchArgs, Sweep};
 use crate::engine::{backend_name, choice_json, describe, open};
 use crate::error::CliError;
@@ -18,104 +18,165 @@ use crate::host::OwnedTensor;
 use crate::print;
 use crate::progress::bar;
 use crate::tensor_file::write_whole;
+use crate::tuning::parse_target;
 
 /// On the CPU a shape takes at most about this long, but has at least three samples.
 const CPU_BUDGET: Duration = Duration::from_secs(5);
 
-/// Layers of published models: name, shape.
-const MODELS: &[(&str, &str)] = &[
-    ("Mamba-2 130M", "b=1,l=2048,h=24,p=64,g=1,n=128"),
-    ("Mamba-2 2.7B", "b=1,l=4096,h=80,p=64,g=1,n=128"),
-    ("Mamba-2 2.7B, batch 8", "b=8,l=2048,h=80,p=64,g=1,n=128"),
-    ("Mamba-2 2.7B, long", "b=1,l=131072,h=80,p=64,g=1,n=128"),
-    ("Nemotron-H", "b=1,l=2048,h=128,p=64,g=8,n=128"),
-    ("Nemotron-H, long", "b=1,l=8192,h=128,p=64,g=8,n=128"),
-    (
-        "Nemotron Nano, headdim 80",
-        "b=1,l=8192,h=128,p=80,g=8,n=128",
-    ),
-    ("Nemotron-H, batch 16", "b=16,l=1024,h=128,p=64,g=8,n=128"),
-    ("Granite 4, Bamba", "b=1,l=32768,h=128,p=64,g=1,n=128"),
-];
-
 struct Row {
-    name: String,
-    problem: Problem,
+    target: Target,
     samples_us: Vec<f64>,
     choice: Value,
 }
 
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<(), CliError> {
-    let shapes = shapes(args)?;
+    let targets = targets(args)?;
     let engine = open(&args.engine)?;
-    let progress = bar(shapes.len() as u64);
+    let progress = bar(targets.len() as u64);
     let mut rows = Vec::new();
-    for (name, problem) in shapes {
-        progress.set_message(name.clone());
-        let case = ForwardCase::from_reference(
-            &problem,
-            &generate(&problem, 1, Pattern::Plain).reference(),
-        );
-        let plan = engine.plan(&case.problem)?;
-        let samples_us = match engine.device() {
-            Some(device) => on_device(device, &plan, &case, args.samples as usize)?,
-            None => on_cpu(&plan, &case, args.samples as usize)?,
+    for target in targets {
+        progress.set_message(target.to_string());
+        let (samples_us, choice) = match &target {
+            Target::Forward(problem) => forward(&engine, problem, args.samples as usize)?,
+            Target::Step(problem) => step(&engine, problem, args.samples as usize)?,
         };
         rows.push(Row {
-            name,
-            problem,
+            target,
             samples_us,
-            choice: choice_json(plan.choice()),
+            choice,
         });
         progress.inc(1);
     }
     progress.finish_and_clear();
-    let json_to_stdout = args.json.as_deref().is_some_and(|p| p.as_os_str() == "-");
-    if !json_to_stdout {
-        print::out(&table(&engine, &rows))?;
-    }
     match &args.json {
-        None => Ok(()),
-        Some(_) if json_to_stdout => print::json(&to_json(&engine, &rows)),
-        Some(path) => write_whole(path, format!("{:#}\n", to_json(&engine, &rows)).as_bytes()),
+        Some(path) if path.as_os_str() == "-" => print::json(&to_json(&engine, &rows)),
+        Some(path) => {
+            print::out(&table(&engine, &rows))?;
+            write_whole(path, format!("{:#}\n", to_json(&engine, &rows)).as_bytes())
+        }
+        None => print::out(&table(&engine, &rows)),
     }
 }
 
-fn shapes(args: &BenchArgs) -> Result<Vec<(String, Problem)>, CliError> {
-    let mut shapes = Vec::new();
-    for text in &args.shape {
-        shapes.push((text.clone(), text.parse()?));
-    }
-    match args.sweep {
-        None => {}
-        Some(Sweep::Seed) => {
-            for seqlen in [1024, 4096, 16384, 65536, 262_144] {
-                for dstate in [64, 128, 256, 512] {
-                    let problem = Problem::new(4, seqlen, 8, 64, 1, dstate);
-                    shapes.push((problem.to_string(), problem));
-                }
-            }
-        }
-        Some(Sweep::Models) => {
-            for (name, shape) in MODELS {
-                shapes.push(((*name).to_string(), shape.parse()?));
-            }
-        }
-    }
-    Ok(shapes)
+fn targets(args: &BenchArgs) -> Result<Vec<Target>, CliError> {
+    let mut targets: Vec<Target> = args
+        .shape
+        .iter()
+        .map(|text| parse_target(text))
+        .collect::<Result<_, _>>()?;
+    let list = match args.sweep {
+        None => return Ok(targets),
+        Some(Sweep::Seed) => include_str!("../../../tuning-db/shapes/sweep.toml"),
+        Some(Sweep::Models) => include_str!("../../../tuning-db/shapes/bench.toml"),
+    };
+    targets.extend(shapes::parse(list)?);
+    Ok(targets)
 }
 
-fn on_cpu(plan: &mamba2::Plan, case: &ForwardCase, samples: usize) -> Result<Vec<f64>, CliError> {
-    let inputs = case.views()?;
-    let mut outputs = case.outputs();
-    let mut views = output_views(&mut outputs)?;
-    plan.forward_host(&inputs, &mut views)?;
-    let start = Instant::now();
+fn forward(
+    engine: &Engine,
+    problem: &Problem,
+    samples: usize,
+) -> Result<(Vec<f64>, Value), CliError> {
+    let case = ForwardCase::generated(problem, 1, Pattern::Plain);
+    let plan = engine.plan(&case.problem)?;
+    let choice = choice_json(plan.choice());
+    let Some(device) = engine.device() else {
+        let inputs = case.views()?;
+        let mut outputs = case.outputs();
+        let mut views = output_views(&mut outputs)?;
+        return Ok((
+            on_cpu(samples, || plan.forward_host(&inputs, &mut views))?,
+            choice,
+        ));
+    };
+    let up = |t: &OwnedTensor| upload(device, t);
+    let up_all = |t: &Option<OwnedTensor>| t.as_ref().map(up).transpose();
+    let (i, o) = (&case.inputs, case.outputs());
+    let inputs = ForwardInputs {
+        x: up(&i.x)?,
+        dt: up(&i.dt)?,
+        a: up(&i.a)?,
+        b: up(&i.b)?,
+        c: up(&i.c)?,
+        d: up_all(&i.d)?,
+        z: up_all(&i.z)?,
+        dt_bias: up_all(&i.dt_bias)?,
+        initial_states: up_all(&i.initial_states)?,
+        cu_seqlens: up_all(&i.cu_seqlens)?,
+    };
+    let outputs = ForwardOutputs {
+        out: up(&o.out)?,
+        final_states: up_all(&o.final_states)?,
+    };
+    let workspace = device.alloc(plan.workspace_bytes())?;
+    Ok((
+        on_device(device, samples, |stream| {
+            plan.forward(stream, &inputs, &outputs, &workspace)
+        })?,
+        choice,
+    ))
+}
+
+fn step(
+    engine: &Engine,
+    problem: &StepProblem,
+    samples: usize,
+) -> Result<(Vec<f64>, Value), CliError> {
+    let case = StepCase::generated(problem, 1, Pattern::Plain);
+    let plan = engine.step_plan(&case.problem)?;
+    let choice = choice_json(plan.choice());
+    let Some(device) = engine.device() else {
+        let inputs = case.views()?;
+        let mut outputs = case.outputs();
+        let mut views = step_output_views(&mut outputs)?;
+        return Ok((
+            on_cpu(samples, || plan.step_host(&inputs, &mut views))?,
+            choice,
+        ));
+    };
+    let up = |t: &OwnedTensor| upload(device, t);
+    let up_all = |t: &Option<OwnedTensor>| t.as_ref().map(up).transpose();
+    let (i, o) = (&case.inputs, case.outputs());
+    let inputs = StepInputs {
+        x: up(&i.x)?,
+        dt: up(&i.dt)?,
+        a: up(&i.a)?,
+        b: up(&i.b)?,
+        c: up(&i.c)?,
+        d: up_all(&i.d)?,
+        z: up_all(&i.z)?,
+        dt_bias: up_all(&i.dt_bias)?,
+        state_batch_indices: up_all(&i.state_batch_indices)?,
+    };
+    let outputs = StepOutputs {
+        state: up(&o.state)?,
+        out: up(&o.out)?,
+    };
+    Ok((
+        on_device(device, samples, |stream| {
+            plan.step(stream, &inputs, &outputs)
+        })?,
+        choice,
+    ))
+}
+
+fn upload(device: &Device, tensor: &OwnedTensor) -> Result<DeviceTensor, CliError> {
+    let buffer = device.upload(&tensor.to_le_bytes())?;
+    Ok(DeviceTensor::new(&buffer, 0, *tensor.meta())?)
+}
+
+fn on_cpu(
+    samples: usize,
+    mut call: impl FnMut() -> Result<(), Error>,
+) -> Result<Vec<f64>, CliError> {
+    call()?;
+    let begin = Instant::now();
     let mut samples_us = Vec::new();
-    while samples_us.len() < samples && (samples_us.len() < 3 || start.elapsed() < CPU_BUDGET) {
+    while samples_us.len() < samples && (samples_us.len() < 3 || begin.elapsed() < CPU_BUDGET) {
         let start = Instant::now();
-        plan.forward_host(&inputs, &mut views)?;
+        call()?;
         samples_us.push(start.elapsed().as_secs_f64() * 1e6);
     }
     Ok(samples_us)
@@ -124,61 +185,22 @@ fn on_cpu(plan: &mamba2::Plan, case: &ForwardCase, samples: usize) -> Result<Vec
 /// CUDA graph replays with a cold L2, as the tuner measures.
 fn on_device(
     device: &Device,
-    plan: &mamba2::Plan,
-    case: &ForwardCase,
     samples: usize,
+    mut call: impl FnMut(&mamba2::Stream) -> Result<(), Error>,
 ) -> Result<Vec<f64>, CliError> {
-    let tensors = DeviceCase::new(device, case)?;
-    let workspace = device.alloc(plan.workspace_bytes())?;
     let timer = Timer::new(device)?;
     let policy = TimerPolicy {
         samples,
         ..TimerPolicy::default()
     };
     let measured = timer.time(policy, &mut |stream, _| {
-        plan.forward(stream, &tensors.inputs, &tensors.outputs, &workspace)
-            .map_err(|error| match error {
-                Error::Cuda(error) => error,
-                Error::Spec(error) => error.into(),
-                other => unreachable!("a CUDA plan should fail in CUDA only: {other}"),
-            })
+        call(stream).map_err(|error| match error {
+            Error::Cuda(error) => error,
+            Error::Spec(error) => error.into(),
+            other => unreachable!("a plan on CUDA should fail in CUDA only: {other}"),
+        })
     })?;
     Ok(measured.us)
-}
-
-/// A case on the device.
-struct DeviceCase {
-    inputs: ForwardInputs<DeviceTensor>,
-    outputs: ForwardOutputs<DeviceTensor>,
-}
-
-impl DeviceCase {
-    fn new(device: &Device, case: &ForwardCase) -> Result<DeviceCase, CliError> {
-        let up = |tensor: &OwnedTensor| -> Result<DeviceTensor, CliError> {
-            let buffer: DeviceBuffer = device.upload(&tensor.to_le_bytes())?;
-            Ok(DeviceTensor::new(&buffer, 0, *tensor.meta())?)
-        };
-        let up_all = |tensor: &Option<OwnedTensor>| tensor.as_ref().map(up).transpose();
-        let (i, o) = (&case.inputs, case.outputs());
-        Ok(DeviceCase {
-            inputs: ForwardInputs {
-                x: up(&i.x)?,
-                dt: up(&i.dt)?,
-                a: up(&i.a)?,
-                b: up(&i.b)?,
-                c: up(&i.c)?,
-                d: up_all(&i.d)?,
-                z: up_all(&i.z)?,
-                dt_bias: up_all(&i.dt_bias)?,
-                initial_states: up_all(&i.initial_states)?,
-                cu_seqlens: up_all(&i.cu_seqlens)?,
-            },
-            outputs: ForwardOutputs {
-                out: up(&o.out)?,
-                final_states: up_all(&o.final_states)?,
-            },
-        })
-    }
 }
 
 fn median(sorted: &[f64]) -> f64 {
@@ -195,38 +217,31 @@ fn sorted(samples: &[f64]) -> Vec<f64> {
     sorted
 }
 
-/// The least time of an H200, whose ceilings were measured; elsewhere the limit is not known.
-fn limit_us(engine: &Engine, problem: &Problem) -> Option<f64> {
-    let is_h200 = engine
+/// Known for GPUs whose ceilings were measured.
+fn limit_us(engine: &Engine, target: &Target) -> Option<f64> {
+    engine
         .device_facts()
-        .is_some_and(|facts| facts.name.contains("H200"));
-    is_h200.then(|| Limit::of(problem).us(H200_COPY_BYTES_PER_S, H200_BF16_FLOPS_PER_S))
+        .and_then(|facts| target.limit_us(facts))
 }
 
 fn table(engine: &Engine, rows: &[Row]) -> String {
-    let mut text = format!(
-        "on {}\n{:>12} {:>12} {:>12} {:>10} {:>12} {:>10}  shape\n",
-        describe(engine),
-        "median us",
-        "min us",
-        "max us",
-        "GB/s",
-        "limit us",
-        "x limit"
+    let mut text = format!("on {}\n", describe(engine));
+    text += &format!(
+        "{:>12} {:>12} {:>12} {:>12} {:>8}  shape\n",
+        "median us", "min us", "max us", "limit us", "x limit"
     );
     for row in rows {
         let sorted = sorted(&row.samples_us);
         let median = median(&sorted);
-        let limit = limit_us(engine, &row.problem);
+        let limit = limit_us(engine, &row.target);
         let or_dash = |v: Option<f64>| v.map_or("-".into(), |v| format!("{v:.1}"));
         text += &format!(
-            "{median:>12.1} {:>12.1} {:>12.1} {:>10.1} {:>12} {:>10}  {}\n",
+            "{median:>12.1} {:>12.1} {:>12.1} {:>12} {:>8}  {}\n",
             sorted.first().copied().unwrap_or(f64::NAN),
             sorted.last().copied().unwrap_or(f64::NAN),
-            Limit::of(&row.problem).bytes / median / 1e3,
             or_dash(limit),
             or_dash(limit.map(|l| median / l)),
-            row.name
+            row.target
         );
     }
     text
@@ -235,17 +250,13 @@ fn table(engine: &Engine, rows: &[Row]) -> String {
 fn to_json(engine: &Engine, rows: &[Row]) -> Value {
     let row = |row: &Row| {
         let sorted = sorted(&row.samples_us);
-        let limit = Limit::of(&row.problem);
         json!({
-            "name": row.name,
-            "shape": row.problem.to_string(),
+            "shape": row.target.to_string(),
             "median_us": median(&sorted),
             "min_us": sorted.first(),
             "max_us": sorted.last(),
             "samples_us": row.samples_us,
-            "least_bytes": limit.bytes,
-            "least_flops": limit.flops,
-            "limit_us": limit_us(engine, &row.problem),
+            "limit_us": limit_us(engine, &row.target),
             "choice": row.choice,
         })
     };

@@ -1,7 +1,7 @@
 //! Forward and decode calls as owned tensors: read from a file or generated, handed to the engine as views.
 
 use mamba2_cpu::{CpuError, HostTensor, HostTensorMut};
-use mamba2_reference::{RefInputs, RefOutputs};
+use mamba2_reference::{Pattern, RefInputs, RefOutputs, Values, generate, generate_step};
 use mamba2_spec::{
     DKind, DtLimit, Dtype, ForwardInputs, ForwardOutputs, Problem, SpecError, StepInputs,
     StepOutputs, StepProblem,
@@ -112,35 +112,27 @@ impl ForwardCase {
         Ok(case)
     }
 
-    /// A case from the generator's float64 values, which are already rounded to the problem's dtypes.
-    pub fn from_reference(problem: &Problem, r: &RefInputs) -> ForwardCase {
+    /// A case of made values.
+    pub fn generated(problem: &Problem, seed: u64, pattern: Pattern) -> ForwardCase {
         let p = problem;
+        let g = generate(problem, seed, pattern);
         let tokens = [p.batch, p.seqlen, p.nheads, p.headdim];
         let group = [p.batch, p.seqlen, p.ngroups, p.dstate];
         let states = [p.sequences(), p.nheads, p.headdim, p.dstate];
-        let d_shape = [p.nheads, p.headdim];
-        let d_rank = if p.d == DKind::PerHeaddim { 2 } else { 1 };
-        let f32_tensor =
-            |shape: &[usize], v: &Vec<f64>| OwnedTensor::from_f64(Dtype::F32, shape, v);
         let inputs = ForwardInputs {
-            x: OwnedTensor::from_f64(p.dtype, &tokens, &r.x),
-            dt: OwnedTensor::from_f64(p.dt_dtype, &tokens[..3], &r.dt),
-            a: f32_tensor(&[p.nheads], &r.a),
-            b: OwnedTensor::from_f64(p.dtype, &group, &r.b),
-            c: OwnedTensor::from_f64(p.dtype, &group, &r.c),
-            d: r.d.as_ref().map(|v| f32_tensor(&d_shape[..d_rank], v)),
-            z: r.z
-                .as_ref()
-                .map(|v| OwnedTensor::from_f64(p.dtype, &tokens, v)),
-            dt_bias: r.dt_bias.as_ref().map(|v| f32_tensor(&[p.nheads], v)),
-            initial_states: p
-                .initial_states
-                .zip(r.initial_states.as_ref())
-                .map(|(dtype, v)| OwnedTensor::from_f64(dtype, &states, v)),
-            cu_seqlens: r
+            x: OwnedTensor::new(&tokens, g.x),
+            dt: OwnedTensor::new(&tokens[..3], g.dt),
+            a: OwnedTensor::new(&[p.nheads], g.a),
+            b: OwnedTensor::new(&group, g.b),
+            c: OwnedTensor::new(&group, g.c),
+            d: g.d
+                .map(|v| OwnedTensor::new(d_shape(p.d, &[p.nheads, p.headdim]), v)),
+            z: g.z.map(|v| OwnedTensor::new(&tokens, v)),
+            dt_bias: g.dt_bias.map(|v| OwnedTensor::new(&[p.nheads], v)),
+            initial_states: g.initial_states.map(|v| OwnedTensor::new(&states, v)),
+            cu_seqlens: g
                 .cu_seqlens
-                .as_ref()
-                .map(|v| OwnedTensor::from_i32(&[v.len()], v.clone())),
+                .map(|v| OwnedTensor::new(&[v.len()], Values::I32(v))),
         };
         let mut case = ForwardCase {
             problem: problem.clone(),
@@ -289,6 +281,36 @@ impl StepCase {
         Ok(case)
     }
 
+    /// A case of made values.
+    pub fn generated(problem: &StepProblem, seed: u64, pattern: Pattern) -> StepCase {
+        let p = problem;
+        let g = generate_step(problem, seed, pattern);
+        let tokens = [p.batch, p.tokens, p.nheads, p.headdim];
+        let group = [p.batch, p.tokens, p.ngroups, p.dstate];
+        let inputs = StepInputs {
+            x: OwnedTensor::new(&tokens, g.x),
+            dt: OwnedTensor::new(&tokens[..3], g.dt),
+            a: OwnedTensor::new(&[p.nheads], g.a),
+            b: OwnedTensor::new(&group, g.b),
+            c: OwnedTensor::new(&group, g.c),
+            d: g.d
+                .map(|v| OwnedTensor::new(d_shape(p.d, &[p.nheads, p.headdim]), v)),
+            z: g.z.map(|v| OwnedTensor::new(&tokens, v)),
+            dt_bias: g.dt_bias.map(|v| OwnedTensor::new(&[p.nheads], v)),
+            state_batch_indices: g
+                .state_batch_indices
+                .map(|v| OwnedTensor::new(&[p.batch], Values::I32(v))),
+        };
+        let state = OwnedTensor::new(&[p.slots, p.nheads, p.headdim, p.dstate], g.state);
+        StepCase {
+            problem: problem.clone(),
+            inputs,
+            state,
+            expected_out: None,
+            expected_state: None,
+        }
+    }
+
     /// The cache before the step, to be updated in place, and a zeroed output.
     pub fn outputs(&self) -> StepOutputs<OwnedTensor> {
         let p = &self.problem;
@@ -323,6 +345,15 @@ pub fn step_output_views(
         state: outputs.state.view_mut()?,
         out: outputs.out.view_mut()?,
     })
+}
+
+/// `[nheads]` or `[nheads, headdim]`.
+fn d_shape(kind: DKind, sizes: &[usize; 2]) -> &[usize] {
+    if kind == DKind::PerHeaddim {
+        sizes
+    } else {
+        &sizes[..1]
+    }
 }
 
 /// The four axes of a tensor that gives the problem its sizes.

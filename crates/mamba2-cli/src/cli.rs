@@ -152,9 +152,11 @@ pub struct DemoArgs {
 #[command(after_help = "\
 A shape is b=batch,l=seqlen,h=nheads,p=headdim,g=ngroups,n=dstate and, if wanted, dtype=bf16|f16|f32, dt_dtype=..,
 d=none|h|hp, z=1, bias=1, softplus=1, limit=lo:hi, init=none|f32|bf16|f16, final=.., packed=sequences, q=chunk size, tf32=1.
+A decode step is step:b=rows,h=nheads,p=headdim,g=ngroups,n=dstate[,t=tokens][,slots=..][,dtype=..][,state=f32|bf16|f16].
 
 Examples:
   mamba2 bench --shape b=4,l=16384,h=8,p=64,g=1,n=128
+  mamba2 bench --shape step:b=64,h=80,p=64,g=1,n=128
   mamba2 bench --sweep models --json models.json
   mamba2 bench --shape b=1,l=4096,h=24,p=64,g=1,n=128,dtype=f32 --backend cpu")]
 pub struct BenchArgs {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 use mamba2::{ChunkSize, Engine, ForwardOutputs, Plan, Problem};
-use mamba2_reference::{Bounds, Pattern, generate};
+use mamba2_reference::{Bounds, Pattern};
 use serde_json::{Value, json};
 
 use crate::case::{ForwardCase, output_views};
@@ -67,7 +67,7 @@ pub fn demo(args: &DemoArgs) -> Result<(), CliError> {
     let problem: Problem = args.shape.parse()?;
     let engine = open(&args.engine)?;
     let case = spin("making data", || {
-        ForwardCase::from_reference(&problem, &generate(&problem, 1, Pattern::Plain).reference())
+        ForwardCase::generated(&problem, 1, Pattern::Plain)
     });
     let done = compute(&engine, &case)?;
     let check = spin("checking against float64", || check(&case, &done.outputs));

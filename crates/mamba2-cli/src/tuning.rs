@@ -116,15 +116,17 @@ fn targets(args: &TuneArgs) -> Result<Vec<Target>, CliError> {
             reason: e.to_string(),
         });
     }
-    let target = |text: &String| -> Result<Target, CliError> {
-        let target = match text.strip_prefix("step:") {
-            Some(step) => Target::Step(step.parse()?),
-            None => Target::Forward(text.parse()?),
-        };
-        target.check()?;
-        Ok(target)
+    args.shape.iter().map(|text| parse_target(text)).collect()
+}
+
+/// A shape on the command line: a forward pass, or a decode step after `step:`.
+pub fn parse_target(text: &str) -> Result<Target, CliError> {
+    let target = match text.strip_prefix("step:") {
+        Some(step) => Target::Step(step.parse()?),
+        None => Target::Forward(text.parse()?),
     };
-    args.shape.iter().map(target).collect()
+    target.check()?;
+    Ok(target)
 }
 
 /// `--shard`, else what the job scheduler says, else everything.

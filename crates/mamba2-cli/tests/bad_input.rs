@@ -1,4 +1,5 @@
 //! What bad input gets: exit code 2, one line that names the tensor or key, what was expected and what came, and no file.
+#![allow(clippy::unwrap_used)] // a test that cannot go on should stop
 
 mod common;
 

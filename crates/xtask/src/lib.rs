@@ -13,3 +13,8 @@ pub mod gate;
 pub mod golden;
 pub mod nvrtc;
 pub mod steps;
+
+/// The examples of the README, compiled and run as documentation tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+pub struct ReadmeExamples;

@@ -74,6 +74,7 @@ fn fetch(target: &Path, home: &Path) -> Result<(), String> {
         .arg(&requirements)
         // --target does not go with a user-wide install that a configuration file asks for.
         .env("PIP_USER", "0")
+        .env("PIP_ROOT_USER_ACTION", "ignore")
         .status();
     let _ = std::fs::remove_file(&requirements);
     match status {
