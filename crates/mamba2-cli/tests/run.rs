@@ -181,6 +181,12 @@ fn bench_writes_every_sample() {
         serde_json::from_slice(&std::fs::read(bench.path("b.json")).unwrap()).unwrap();
     assert_eq!(json["rows"][0]["samples_us"].as_array().unwrap().len(), 4);
     assert!(json["rows"][0]["median_us"].as_f64().unwrap() > 0.0);
+    let step = "step:b=3,h=2,p=16,g=1,n=16,slots=4";
+    let json = bench
+        .run(&["bench", "--backend", "cpu", "--shape", step, "--json", "-"])
+        .ok()
+        .json();
+    assert!(json["rows"][0]["median_us"].as_f64().unwrap() > 0.0);
 }
 
 #[test]
