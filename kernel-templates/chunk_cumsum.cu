@@ -21,7 +21,7 @@ static_assert(SMEM_BYTES == 0, "shared memory is static here");
 constexpr int LANE_TOKENS = CHUNK_SIZE / 32;
 constexpr float LOG2_E = 1.4426950408889634f;
 
-extern "C" __global__ void __launch_bounds__(THREADS) chunk_cumsum(const __grid_constant__ ForwardArgs args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) chunk_cumsum(const __grid_constant__ ForwardArgs args) {
   __shared__ float dt_tile[BLOCK_H][CHUNK_SIZE + 1];
   __shared__ float g_tile[BLOCK_H][CHUNK_SIZE + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -47,23 +47,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) chunk_cumsum(const __grid_
 
     const int head = head0 + warp;
     const float a = head < args.nheads ? args.A[head] * LOG2_E : 0.f;
-    float g[LANE_TOKENS];
-    float sum = 0.f;
+    long long g[LANE_TOKENS];
+    long long sum = 0;
 #pragma unroll
     for (int i = 0; i < LANE_TOKENS; ++i) {
-      sum += a * dt_tile[warp][lane * LANE_TOKENS + i];
+      sum += to_fixed(a * dt_tile[warp][lane * LANE_TOKENS + i]);
       g[i] = sum;
     }
-    float before = sum;  // inclusive scan over lanes of the lane totals
+    long long before = sum;  // inclusive scan over lanes of the lane totals
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const float from = __shfl_up_sync(0xffffffffu, before, step);
+      const long long from = __shfl_up_sync(0xffffffffu, before, step);
       if (lane >= step) before += from;
     }
     before = __shfl_up_sync(0xffffffffu, before, 1);
-    if (lane == 0) before = 0.f;
+    if (lane == 0) before = 0;
 #pragma unroll
-    for (int i = 0; i < LANE_TOKENS; ++i) g_tile[warp][lane * LANE_TOKENS + i] = before + g[i];
+    for (int i = 0; i < LANE_TOKENS; ++i) g_tile[warp][lane * LANE_TOKENS + i] = from_fixed(before + g[i]);
     __syncthreads();
 
     for (int i = threadIdx.x; i < CHUNK_SIZE * BLOCK_H; i += THREADS) {
@@ -72,7 +72,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) chunk_cumsum(const __grid_
       if (head0 + h >= args.nheads) continue;
       const int64 at = vector_index(slot, head0 + h, token, args.nheads);
       const float dt = dt_tile[h][token], gt = g_tile[h][token];
-      // The scan's rounding may lift G_last above G by an ulp where a serial sum could not: clamp the exponent.
       args.dt_out[at] = dt;
       args.da_cumsum[at] = gt;
       args.state_weight[at] = dt * ex2_approx(fminf(g_tile[h][CHUNK_SIZE - 1] - gt, 0.f));

@@ -154,7 +154,7 @@ __device__ __forceinline__ void store_chunk_state(const ForwardArgs& args, const
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) fwd_pass_state(const __grid_constant__ ForwardArgs args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) fwd_pass_state(const __grid_constant__ ForwardArgs args) {
   extern __shared__ __align__(128) unsigned char smem[];
   X* staging = reinterpret_cast<X*>(smem + STAGING_OFFSET);
 

@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_inputs(const X* row, int n, float (&v)[VECT
   for (int i = 0; i < VECTOR; ++i) v[i] = n + i < DSTATE ? to_float(row[n + i]) : 0.f;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) state_update(const __grid_constant__ StepArgs args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) state_update(const __grid_constant__ StepArgs args) {
   constexpr int P_TILES = (HEADDIM + BLOCK_HEAD - 1) / BLOCK_HEAD;
   const int row_in_pass = threadIdx.x / ROW_THREADS, part = threadIdx.x % ROW_THREADS;
   const unsigned row_lanes = (ROW_THREADS == 32 ? 0xffffffffu : (1u << ROW_THREADS) - 1) << (threadIdx.x % 32 / ROW_THREADS * ROW_THREADS);

@@ -59,7 +59,7 @@ constexpr int BLOCKS_PER_SM = WARPGROUPS == 1 && HEADS * STATE_REGISTERS <= 64 ?
 // Registers after reallocation: what a block is launched with, moved from the producer to the
 // consumers. In steps of eight; a thread has at most 240. rules.rs computes the same.
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS_PER_SM * THREADS) > 248 ? 248 : 65536 / (BLOCKS_PER_SM * THREADS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = USE_TMA ? 40 : BLOCKS_PER_SM == 2 ? 64 : 72;
+constexpr int PRODUCER_REGISTERS = USE_TMA ? 56 : BLOCKS_PER_SM == 2 ? 64 : 72;
 constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 
@@ -230,16 +230,16 @@ __device__ __forceinline__ void make_vectors(const ForwardArgs& args, const floa
   float dt[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) dt[e] = e < tokens_left ? dt_pipeline(raw[e], bias, args.dt_min, args.dt_max) : 0.f;
-  const float g0 = a * dt[0], g1 = a * dt[1] + g0;
-  float before = g1;  // inclusive scan over lanes
+  const long long g0 = to_fixed(a * dt[0]), g1 = to_fixed(a * dt[1]) + g0;
+  long long before = g1;  // inclusive scan over lanes
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const float from = __shfl_up_sync(0xffffffffu, before, step);
+    const long long from = __shfl_up_sync(0xffffffffu, before, step);
     if (lane >= step) before += from;
   }
   before = __shfl_up_sync(0xffffffffu, before, 1);
-  if (lane == 0) before = 0.f;
-  const float2 g = make_float2(before + g0, before + g1);
+  if (lane == 0) before = 0;
+  const float2 g = make_float2(from_fixed(before + g0), from_fixed(before + g1));
   to[0] = g;
   to[CHUNK / 2] = make_float2(g.x - lg2_approx(dt[0]), g.y - lg2_approx(dt[1]));  // dt = 0: +inf, its weight exp2(-inf) = 0
   const float last = __shfl_sync(0xffffffffu, g.y, 31);

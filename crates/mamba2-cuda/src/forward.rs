@@ -220,6 +220,7 @@ impl LoadedForward {
         if !self.uses_tensor_maps(inputs) {
             return Ok(TensorMaps::default());
         }
+        let _bound = self.device.bind()?;
         Ok(TensorMaps {
             x: TensorMap::of(&inputs.x)?,
             b: TensorMap::of(&inputs.b)?,

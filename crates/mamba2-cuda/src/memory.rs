@@ -155,7 +155,11 @@ impl DeviceBuffer {
         // SAFETY: source and destination have that many bytes; Element has no padding.
         check("cuMemcpyHtoD", unsafe {
             sys::cuMemcpyHtoD_v2(address, data.as_ptr().cast::<c_void>(), bytes)
-        })
+        })?;
+        // From pageable memory the copy may return with the last piece still on its way; work on a non-blocking stream would not
+        // wait for it.
+        // SAFETY: the null stream always exists.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(std::ptr::null_mut()) })
     }
 
     /// Copies from byte `offset_bytes` to `data` and waits for it. Work on other streams must have been waited for.

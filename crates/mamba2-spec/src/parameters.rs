@@ -246,7 +246,7 @@ parameter_table! {
         /// 0: h[p, n] = (w x)^T B, x is scaled in registers. 1: h^T[n, p] = (w B)^T x, B is scaled in registers.
         swap_ab: SWAP_AB = 0 in [0, 1] unit "flag";
         /// Token tiles in flight.
-        stages: STAGES = 4 in [2, 3, 4, 6] unit "tiles";
+        stages: STAGES = 4 in [2, 3, 4] unit "tiles";
         /// Warps per block.
         warps: WARPS = 4 in [4, 8] unit "warps";
     }
@@ -258,7 +258,7 @@ parameter_table! {
         /// Order of the axes of dt_out and da_cumsum: bht = [chunk, head, token], bth = [chunk, token, head].
         layout: LAYOUT = 0 in [0, 1] unit "enum" names ["bht", "bth"];
         /// Heads of one group that share one C B^T tile.
-        block_h: BLOCK_H = 1 in [1, 2, 4] unit "heads";
+        block_h: BLOCK_H = 1 in [1, 2] unit "heads";
         /// headdim elements per block.
         block_head: BLOCK_HEAD = 64 in [32, 64, 128] unit "elements of headdim";
         /// dstate elements per shared-memory tile.
@@ -270,7 +270,7 @@ parameter_table! {
         /// Blocks per multiprocessor that the compiler makes room for.
         occupancy: OCCUPANCY = 2 in [1, 2, 3] unit "blocks";
         /// Shared-memory tiles in flight.
-        stages: STAGES = 3 in [2, 3, 4] unit "tiles";
+        stages: STAGES = 3 in [2, 3] unit "tiles";
         /// Warps per block; each owns 16 rows of the chunk.
         warps: WARPS = 4 in [4, 8] unit "warps";
     }

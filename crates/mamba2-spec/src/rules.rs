@@ -34,11 +34,15 @@ rules! {
     F02 true "each warp of fwd_pass_state owns whole 16 x 16 accumulator tiles";
     F03 true "accumulators of fwd_pass_state stay within 64 registers a thread: more spills";
     F04 false "a block is not wider than the padded tensor: the rest would be work on zeros";
+    F05 false "BLOCK_HEAD covers headdim, or 64 of it, or pads it less than that would: narrower blocks only read x and B more often";
     O01 true "CHUNK_SIZE is a multiple of the 64-token tile";
     O02 true "the rows of a block (16 a warp) divide the chunk";
     O03 true "BLOCK_H divides the heads of a group: they share B and C";
     O04 false "the registers the tiles need fit the budget that OCCUPANCY leaves: more spills";
     O05 false "a block is not wider than the padded tensor: the rest would be work on zeros";
+    O06 false "BLOCK_HEAD covers headdim, or 64 of it, or pads it less than that would: narrower blocks only repeat C B^T";
+    O07 false "OCCUPANCY is the largest that leaves the same registers: smaller ones are the same kernel";
+    O08 false "BLOCK_STATE is 32 only for float32 or a dstate that 64 would pad: narrower tiles only add barriers";
     P01 true "16-bit inputs only: wgmma has no float32 product";
     P02 true "headdim fits one 64-row tile, dstate padded to 64 is 64, 128 or 256";
     P03 true "the states of a warpgroup, and what the products need beside them, stay in registers";
@@ -114,6 +118,13 @@ fn not_too_wide(block: u32, extent: usize, smallest: u32) -> bool {
     block <= smallest || (block as usize) < 2 * extent.next_multiple_of(16)
 }
 
+/// True for the block that covers `headdim`, the 64 wide one, and those that pad `headdim` less than the covering one.
+fn useful_block_head(block: u32, headdim: usize) -> bool {
+    let cover = [32u32, 64, 128].into_iter().find(|b| *b as usize >= headdim).unwrap_or(128);
+    let padded = |b: u32| headdim.next_multiple_of(b as usize);
+    block == cover || (block == 64 && headdim > 64) || padded(block) < padded(cover)
+}
+
 fn check_fwd_pass_state(config: &KernelConfig, c: &FwdPassState, problem: &Problem) -> Result<(), SpecError> {
     require(config, "F01", c.chunk_size.is_multiple_of(64), || format!("CHUNK_SIZE = {}", c.chunk_size))?;
     let (m, n) = if c.swap_ab == 1 { (c.block_state, c.block_head) } else { (c.block_head, c.block_state) };
@@ -124,6 +135,9 @@ fn check_fwd_pass_state(config: &KernelConfig, c: &FwdPassState, problem: &Probl
     })?;
     let accumulators = m * n / (32 * c.warps);
     require(config, "F03", accumulators <= 64, || format!("{accumulators} accumulators a thread"))?;
+    require(config, "F05", useful_block_head(c.block_head, problem.headdim), || {
+        format!("BLOCK_HEAD = {} for headdim {}", c.block_head, problem.headdim)
+    })?;
     require(config, "F04", not_too_wide(c.block_head, problem.headdim, 32) && not_too_wide(c.block_state, problem.dstate, 32), || {
         format!("BLOCK_HEAD = {}, BLOCK_STATE = {} for headdim {} and dstate {}", c.block_head, c.block_state, problem.headdim, problem.dstate)
     })
@@ -132,9 +146,12 @@ fn check_fwd_pass_state(config: &KernelConfig, c: &FwdPassState, problem: &Probl
 /// Registers compute_out needs per thread, from counting its tiles and reading ptxas reports: Y of every head, raw and scaled
 /// C B^T, fragments and addresses.
 fn compute_out_registers(c: &ComputeOut, problem: &Problem) -> u32 {
-    let wide = problem.dtype == Dtype::F32;
+    // float32 holds each fragment in twice the registers, and half as many again while it splits them; copies of single elements
+    // need more addresses than copies of vectors.
     let y = c.block_h * c.block_head / 2;
-    y + 32 + if wide { 72 } else { 60 }
+    let wide = if problem.dtype == Dtype::F32 { 48 } else { 0 };
+    let element = if problem.alignment == Alignment::Element { 12 } else { 0 };
+    y + 100 + wide + element
 }
 
 fn check_compute_out(config: &KernelConfig, c: &ComputeOut, problem: &Problem) -> Result<(), SpecError> {
@@ -143,9 +160,18 @@ fn check_compute_out(config: &KernelConfig, c: &ComputeOut, problem: &Problem) -
     require(config, "O03", problem.heads_per_group().is_multiple_of(c.block_h as usize), || {
         format!("BLOCK_H = {}, {} heads a group", c.block_h, problem.heads_per_group())
     })?;
-    let budget = (65536 / (c.occupancy * c.warps * 32)).min(255);
-    let need = compute_out_registers(c, problem);
-    require(config, "O04", need <= budget, || format!("{need} registers wanted, {budget} available"))?;
+    let budget = |occupancy: u32| (65536 / (occupancy * c.warps * 32) / 8 * 8).min(255);
+    let (need, room) = (compute_out_registers(c, problem), budget(c.occupancy));
+    require(config, "O04", need <= room, || format!("{need} registers wanted, {room} available"))?;
+    let domain = ComputeOut::ROWS.iter().find(|r| r.name == "occupancy").expect("compute_out should have an occupancy").domain;
+    require(config, "O07", domain.iter().all(|o| *o <= c.occupancy || budget(*o) < room), || {
+        format!("OCCUPANCY = {} with {} warps", c.occupancy, c.warps)
+    })?;
+    require(config, "O06", useful_block_head(c.block_head, problem.headdim), || {
+        format!("BLOCK_HEAD = {} for headdim {}", c.block_head, problem.headdim)
+    })?;
+    let narrow = problem.dtype == Dtype::F32 || problem.dstate.next_multiple_of(32) < problem.dstate.next_multiple_of(64);
+    require(config, "O08", c.block_state > 32 || narrow, || format!("BLOCK_STATE = {} for dstate {}", c.block_state, problem.dstate))?;
     require(config, "O05", not_too_wide(c.block_head, problem.headdim, 32) && not_too_wide(c.block_state, problem.dstate, 32), || {
         format!("BLOCK_HEAD = {}, BLOCK_STATE = {} for headdim {} and dstate {}", c.block_head, c.block_state, problem.headdim, problem.dstate)
     })
@@ -194,7 +220,7 @@ fn sm90_consumer_registers(warpgroups: u32, states: u32, packed: bool) -> u32 {
     let blocks = if warpgroups == 1 && states <= 64 { 2 } else { 1 };
     let launch = (65536 / (blocks * threads) / 8 * 8).min(248);
     let producer = match (packed, blocks) {
-        (false, _) => 40,
+        (false, _) => 56,
         (true, 2) => 64,
         (true, _) => 72,
     };

@@ -582,7 +582,7 @@ fn a2_every_headdim_and_dstate_runs() {
         (255, 511),
     ] {
         for dtype in ["bf16", "f16", "f32"] {
-            let text = format!("b=1,l=140,h=2,p={p},g=1,n={n},dtype={dtype},z=1,align=1");
+            let text = format!("b=3,l=140,h=8,p={p},g=2,n={n},dtype={dtype},z=1,align=1");
             check_default(&gpu, &text, Pattern::Model, Placement::Exact);
             check_default(&gpu, &text, Pattern::Model, Placement::FusedOdd);
         }

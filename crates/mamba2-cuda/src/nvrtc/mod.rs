@@ -147,6 +147,11 @@ impl Nvrtc {
         let target = self.target_for(arch)?;
         let mut list = options.to_list();
         list.insert(0, format!("--gpu-architecture={}", target.nvrtc_name()));
+        // NVRTC's own cache gives the code of an earlier compilation without its log, so without registers and spills. We have
+        // a cache of our own.
+        if self.version() >= FIRST_WITH_A_CACHE {
+            list.push("--no-cache".into());
+        }
         match self.library.compile(
             rendered.source_name,
             rendered.source,
@@ -190,6 +195,9 @@ impl Nvrtc {
         }
     }
 }
+
+/// The oldest NVRTC known to have a cache of its own and the option against it.
+const FIRST_WITH_A_CACHE: NvrtcVersion = NvrtcVersion { major: 13, minor: 0 };
 
 /// Registers of a multiprocessor, on every architecture since Maxwell.
 const REGISTERS: u32 = 65536;
