@@ -15,7 +15,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 Examples:
   mamba2 demo                                        compute on made data, compare with float64
   mamba2 run layer.safetensors -o out.safetensors    compute on your data
-  mamba2 run layer.safetensors --check               ... and compare with the expected values in it, or with float64
+  mamba2 run layer.safetensors --check               ... and compare with expected values or float64
   mamba2 tune --shape b=4,l=16384,h=8,p=64,g=1,n=128 find the fastest kernels for a shape, once
   mamba2 explain --shape b=4,l=16384,h=8,p=64,g=1,n=128
   mamba2 doctor                                      what this machine has, and what is missing
@@ -189,7 +189,7 @@ pub enum Sweep {
 Examples:
   mamba2 tune --shape b=4,l=16384,h=8,p=64,g=1,n=128
   mamba2 tune --shapes models.toml --resume
-  mamba2 tune --shapes models.toml --shard 0/8          one of eight jobs; merge with `mamba2 db merge`
+  mamba2 tune --shapes models.toml --shard 0/8       one of eight jobs; then `mamba2 db merge`
 
 Interrupted? Run it again: every timing is stored as soon as it is known.")]
 pub struct TuneArgs {
