@@ -39,7 +39,8 @@ for stage in $stages; do
   cases)
     for f in "$here"/cases/*.safetensors; do
       "$mamba2" run "$f" --check --backend cuda -o "$out/out.safetensors" >"$out/case.txt" 2>&1
-      note "case $(basename "$f" .safetensors): exit $? $(tr '\n' ' ' <"$out/case.txt" | cut -c1-180)"
+      rc=$?
+      note "case $(basename "$f" .safetensors): exit $rc $(tr '\n' ' ' <"$out/case.txt" | cut -c1-180)"
     done
     rm -f "$out/out.safetensors"
     ;;
@@ -58,7 +59,8 @@ for stage in $stages; do
     for shape in ${TUNE_SHAPES:-b=4,l=16384,h=8,p=64,g=1,n=128}; do
       start=$SECONDS
       "$mamba2" tune --shape "$shape" >"$out/tune-$shape.log" 2>&1
-      note "tune $shape: exit $? in $((SECONDS - start)) s"
+      rc=$?
+      note "tune $shape: exit $rc in $((SECONDS - start)) s"
       "$mamba2" explain --shape "$shape" >"$out/explain-$shape.txt" 2>&1
       grep -iE "tier|config" "$out/explain-$shape.txt" | head -4
     done

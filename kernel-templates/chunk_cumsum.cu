@@ -1,11 +1,12 @@
 // chunk_cumsum, for every chunk slot c, head h, token l of the chunk:
 //   dt_out[c, h, l]       = clamp(softplus(dt + dt_bias))
-//   da_cumsum[c, h, l]    = G_l = sum_{k <= l} A_h log2(e) dt_out[c, h, k]          float32, log2 units
+//   da_cumsum[c, h, l]    = G_l = sum_{k <= l} A_h log2(e) dt_out[c, h, k]          float32, log2 units; for float32 inputs two
+//                           numbers, high and low (the low ones follow all high ones), so that differences keep their digits
 //   state_weight[c, h, l] = dt_out[c, h, l] * exp2(G_last - G_l)                    the weight of token l in the chunk's state
 //
 // Grid   slots * ceil(nheads / BLOCK_H) blocks, heads fastest; blocks loop if that exceeds the grid limit
 // Block  BLOCK_H warps; warp w scans head w of the block, each lane CHUNK_SIZE / 32 consecutive tokens
-// Shared dt [BLOCK_H][CHUNK_SIZE + 1] and G likewise: reads of dt and stores of layout bth run along heads, the scan along tokens
+// Shared dt [BLOCK_H][CHUNK_SIZE + 1], high and low G likewise: reads of dt and stores of layout bth run along heads, the scan along tokens
 // Tail   tokens past the chunk's end have dt = 0: G stays G_last there and their weight is 0
 // Source Dao and Gu 2024, listing 1 (segment sums); mamba_ssm ssd_chunk_state.py _chunk_cumsum_fwd
 #include "mamba2_config.cuh"
@@ -24,6 +25,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 extern "C" __global__ void __launch_bounds__(THREADS, 1) chunk_cumsum(const __grid_constant__ ForwardArgs args) {
   __shared__ float dt_tile[BLOCK_H][CHUNK_SIZE + 1];
   __shared__ float g_tile[BLOCK_H][CHUNK_SIZE + 1];
+  __shared__ float low_tile[BLOCK_H][CHUNK_SIZE + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head_blocks = (args.nheads + BLOCK_H - 1) / BLOCK_H;
 
@@ -63,7 +65,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chunk_cumsum(const __gr
     before = __shfl_up_sync(0xffffffffu, before, 1);
     if (lane == 0) before = 0;
 #pragma unroll
-    for (int i = 0; i < LANE_TOKENS; ++i) g_tile[warp][lane * LANE_TOKENS + i] = from_fixed(before + g[i]);
+    for (int i = 0; i < LANE_TOKENS; ++i) {
+      const float high = from_fixed(before + g[i]);
+      g_tile[warp][lane * LANE_TOKENS + i] = high;
+      low_tile[warp][lane * LANE_TOKENS + i] = from_fixed(before + g[i] - __float2ll_rn(high * 4294967296.f));
+    }
     __syncthreads();
 
     for (int i = threadIdx.x; i < CHUNK_SIZE * BLOCK_H; i += THREADS) {
@@ -71,10 +77,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chunk_cumsum(const __gr
       const int h = LAYOUT == 0 ? i / CHUNK_SIZE : i % BLOCK_H;
       if (head0 + h >= args.nheads) continue;
       const int64 at = vector_index(slot, head0 + h, token, args.nheads);
-      const float dt = dt_tile[h][token], gt = g_tile[h][token];
+      const float dt = dt_tile[h][token], gt = g_tile[h][token], low = low_tile[h][token];
       args.dt_out[at] = dt;
       args.da_cumsum[at] = gt;
-      args.state_weight[at] = dt * ex2_approx(fminf(g_tile[h][CHUNK_SIZE - 1] - gt, 0.f));
+      if (X_DTYPE == 2) args.da_cumsum[low_offset(args) + at] = low;
+      const float rest = (g_tile[h][CHUNK_SIZE - 1] - gt) + (low_tile[h][CHUNK_SIZE - 1] - low);
+      args.state_weight[at] = dt * ex2_approx(fminf(rest, 0.f));
     }
     __syncthreads();
   }

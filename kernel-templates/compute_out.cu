@@ -9,7 +9,8 @@
 // Grid   slots * (nheads / BLOCK_H) * ceil(headdim / BLOCK_HEAD) * (CHUNK_SIZE / ROWS), row blocks fastest (they share B, x and H in L2);
 //        PERSISTENT: as many blocks as fit, each looping
 // Block  WARPS warps, 16 rows of the chunk each: ROWS = 16 WARPS
-// Shared C [ROWS][dstate padded + 8], later the staging tile of Y; G and dt [BLOCK_H][CHUNK_SIZE] each; then a ring of STAGES
+// Shared C [ROWS][dstate padded + 8], later the staging tile of Y; G (float32 inputs: high and low) and dt [BLOCK_H][CHUNK_SIZE]
+//        each; then a ring of STAGES
 //        tiles: first the H tiles [BLOCK_HEAD][BLOCK_STATE + 8] (k outer, h inner), then for each 64 tokens j the B tiles
 //        [64][BLOCK_STATE + 8] and the x tiles [64][BLOCK_HEAD + 8], one a head
 // Tail   rows past the chunk's tokens are computed on zeros and not stored
@@ -43,7 +44,9 @@ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 constexpr int STAGE_ELEMS =
     max_of(tile_elems(BLOCK_HEAD, BLOCK_STATE), max_of(tile_elems(TILE_TOKENS, BLOCK_STATE), tile_elems(TILE_TOKENS, BLOCK_HEAD)));
 constexpr int G_OFFSET = ROWS * C_LD * sizeof(X);
-constexpr int DT_OFFSET = G_OFFSET + BLOCK_H * CHUNK_SIZE * sizeof(float);
+constexpr bool LOW = sizeof(X) == 4;  // G is two words
+constexpr int LOW_OFFSET = G_OFFSET + BLOCK_H * CHUNK_SIZE * sizeof(float);
+constexpr int DT_OFFSET = LOW_OFFSET + LOW * BLOCK_H * CHUNK_SIZE * sizeof(float);
 constexpr int RING_OFFSET = DT_OFFSET + BLOCK_H * CHUNK_SIZE * sizeof(float);
 static_assert(RING_OFFSET + STAGES * STAGE_ELEMS * sizeof(X) == SMEM_BYTES, "launch.rs carves the same shared memory");
 static_assert(THREADS == 32 * WARPS, "launch.rs gives WARPS warps");
@@ -146,6 +149,7 @@ struct Producer {
       if (i >= CHUNK_SIZE) break;
       const int64 at = vector_index(item.slot, item.head0 + head, i, args.nheads);
       cp_async_ca_4(g + i, args.da_cumsum + at);
+      if (LOW) cp_async_ca_4(g + BLOCK_H * CHUNK_SIZE + i, args.da_cumsum + low_offset(args) + at);
       cp_async_ca_4(dt + i, args.dt_out + at);
     }
   }
@@ -309,6 +313,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) compute_out(con
         const float* g = g_tile + h * CHUNK_SIZE;
         const float* dt = dt_tile + h * CHUNK_SIZE + j0;
         const float g_row[2] = {g[row0 + lane_row()], g[row0 + lane_row() + 8]};
+        float low_row[2] = {0.f, 0.f};
+        if (LOW) {
+          low_row[0] = g[BLOCK_H * CHUNK_SIZE + row0 + lane_row()];
+          low_row[1] = g[BLOCK_H * CHUNK_SIZE + row0 + lane_row() + 8];
+        }
 #pragma unroll
         for (int t = 0; t < 8; t += 2) {
           if (j0 + t * 8 > row0 + 15) continue;
@@ -318,12 +327,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) compute_out(con
           for (int half = 0; half < 2; ++half) {
             const int column = (t + half) * 8 + lane_column();
             const float2 gj = *reinterpret_cast<const float2*>(g + j0 + column);
+            float2 lj = make_float2(0.f, 0.f);
+            if (LOW) lj = *reinterpret_cast<const float2*>(g + BLOCK_H * CHUNK_SIZE + j0 + column);
             const float2 dj = *reinterpret_cast<const float2*>(dt + column);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
               const int below = row0 + lane_row() + r * 8 - j0 - column;  // i - j of the pair's first element
-              const float first = below >= 0 ? s[t + half][2 * r] * (ex2_approx(fminf(g_row[r] - gj.x, 0.f)) * dj.x) : 0.f;
-              const float second = below >= 1 ? s[t + half][2 * r + 1] * (ex2_approx(fminf(g_row[r] - gj.y, 0.f)) * dj.y) : 0.f;
+              const float first = below >= 0 ? s[t + half][2 * r] * (ex2_approx(fminf(g_row[r] - gj.x + (low_row[r] - lj.x), 0.f)) * dj.x) : 0.f;
+              const float second = below >= 1 ? s[t + half][2 * r + 1] * (ex2_approx(fminf(g_row[r] - gj.y + (low_row[r] - lj.y), 0.f)) * dj.y) : 0.f;
               a.pair[2 * half + r] = pack<X>(first, second);
             }
           }

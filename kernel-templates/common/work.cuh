@@ -52,3 +52,8 @@ __device__ __forceinline__ Chunk locate_chunk(const ForwardArgs& args, int slot)
 __device__ __forceinline__ int64 vector_index(int64 slot, int head, int token, int nheads) {
   return LAYOUT == 0 ? (slot * nheads + head) * CHUNK_SIZE + token : (slot * CHUNK_SIZE + token) * nheads + head;
 }
+
+// Where the low words of da_cumsum start (float32 inputs only).
+__device__ __forceinline__ int64 low_offset(const ForwardArgs& args) {
+  return static_cast<int64>(args.chunk_slots) * args.nheads * CHUNK_SIZE;
+}

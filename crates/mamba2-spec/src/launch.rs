@@ -41,7 +41,7 @@ pub struct Region {
 pub struct Workspace {
     /// dt after bias, softplus and limit; f32 `[slots, nheads, chunk_size]` (bht) or `[slots, chunk_size, nheads]` (bth).
     pub dt_out: Region,
-    /// G, log2 units; as dt_out.
+    /// G, log2 units; as dt_out. For float32 inputs G is two numbers, high and low; all the low ones follow all the high ones.
     pub da_cumsum: Region,
     /// dt * exp2(G_last - G); as dt_out.
     pub state_weight: Region,
@@ -68,6 +68,11 @@ pub struct LaunchPlan {
 /// dstate as stored in the workspace: rows stay 16-byte aligned.
 pub fn states_row_elems(problem: &Problem) -> usize {
     problem.dstate.next_multiple_of(8)
+}
+
+/// Float32 numbers that hold G: differences of one lose digits where G is large, which 16-bit inputs do not see.
+fn sum_words(problem: &Problem) -> usize {
+    if problem.dtype == crate::Dtype::F32 { 2 } else { 1 }
 }
 
 fn tile_bytes(rows: usize, cols: u32, elem_bytes: usize) -> usize {
@@ -99,7 +104,7 @@ fn compute_out_launch(c: &ComputeOut, problem: &Problem, device: &DeviceFacts) -
     let stage = tile_bytes(c.block_head as usize, c.block_state, elem)
         .max(tile_bytes(TILE_TOKENS, c.block_state, elem))
         .max(tile_bytes(TILE_TOKENS, c.block_head, elem));
-    let vectors = 2 * (c.block_h * c.chunk_size) as usize * 4;
+    let vectors = (1 + sum_words(problem)) * (c.block_h * c.chunk_size) as usize * 4;
     let items = problem.chunk_slots(c.chunk_size as usize) as u64
         * (c.chunk_size as usize / rows.min(c.chunk_size as usize)) as u64
         * (problem.nheads as u64).div_ceil(c.block_h.into())
@@ -233,7 +238,7 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
             let per_token = slots * problem.nheads * chunk_size * 4;
             Workspace {
                 dt_out: region(per_token),
-                da_cumsum: region(per_token),
+                da_cumsum: region(per_token * sum_words(problem)),
                 state_weight: region(per_token),
                 states: region(slots * state_elems * problem.dtype.size_bytes()),
                 total_bytes: 0,

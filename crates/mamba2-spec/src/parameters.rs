@@ -230,7 +230,7 @@ parameter_table! {
         /// Order of the axes of dt_out and da_cumsum: bht = [chunk, head, token], bth = [chunk, token, head].
         layout: LAYOUT = 0 in [0, 1] unit "enum" names ["bht", "bth"];
         /// Heads per block.
-        block_h: BLOCK_H = 4 in [1, 2, 4, 8, 16] unit "heads";
+        block_h: BLOCK_H = 4 in [1, 2, 4, 8] unit "heads";
     }
 
     /// Parameters of `fwd_pass_state`: the state at each chunk start and the final state, serial over chunks.
@@ -271,8 +271,8 @@ parameter_table! {
         occupancy: OCCUPANCY = 2 in [1, 2, 3] unit "blocks";
         /// Shared-memory tiles in flight.
         stages: STAGES = 3 in [2, 3] unit "tiles";
-        /// Warps per block; each owns 16 rows of the chunk.
-        warps: WARPS = 4 in [4, 8] unit "warps";
+        /// Warps per block; each owns 16 rows of the chunk. 2 only where the C rows of 4 do not fit shared memory.
+        warps: WARPS = 4 in [2, 4, 8] unit "warps";
     }
 
     /// Parameters of `sm90_segment_state`: the state each segment adds, from a zero start.

@@ -43,6 +43,7 @@ rules! {
     O06 false "BLOCK_HEAD covers headdim, or 64 of it, or pads it less than that would: narrower blocks only repeat C B^T";
     O07 false "OCCUPANCY is the largest that leaves the same registers: smaller ones are the same kernel";
     O08 false "BLOCK_STATE is 32 only for float32 or a dstate that 64 would pad: narrower tiles only add barriers";
+    O09 false "two warps only where the C rows of four do not fit shared memory: fewer rows read B and x more often";
     P01 true "16-bit inputs only: wgmma has no float32 product";
     P02 true "headdim fits one 64-row tile, dstate padded to 64 is 64, 128 or 256";
     P03 true "the states of a warpgroup, and what the products need beside them, stay in registers";
@@ -85,6 +86,9 @@ pub fn check_kernel(config: &KernelConfig, problem: &Problem, device: &DeviceFac
         }
         KernelConfig::ComputeOut(c) => {
             check_compute_out(config, c, problem)?;
+            let four = KernelConfig::ComputeOut(ComputeOut { warps: 4, stages: 2, block_state: 32, block_h: 1, ..*c });
+            let four_fit = kernel_launch(&four, problem, device).smem_bytes <= device.shared_memory_optin_bytes;
+            require(config, "O09", c.warps > 2 || !four_fit, || format!("WARPS = {}", c.warps))?;
             c.chunk_size
         }
         KernelConfig::Sm90SegmentState(c) => {
@@ -167,7 +171,8 @@ fn check_compute_out(config: &KernelConfig, c: &ComputeOut, problem: &Problem) -
     require(config, "O07", domain.iter().all(|o| *o <= c.occupancy || budget(*o) < room), || {
         format!("OCCUPANCY = {} with {} warps", c.occupancy, c.warps)
     })?;
-    require(config, "O06", useful_block_head(c.block_head, problem.headdim), || {
+    // With two warps shared memory is so short that narrow tiles may be all that fits.
+    require(config, "O06", c.warps == 2 || useful_block_head(c.block_head, problem.headdim), || {
         format!("BLOCK_HEAD = {} for headdim {}", c.block_head, problem.headdim)
     })?;
     let narrow = problem.dtype == Dtype::F32 || problem.dstate.next_multiple_of(32) < problem.dstate.next_multiple_of(64);

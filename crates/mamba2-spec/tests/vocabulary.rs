@@ -273,3 +273,22 @@ fn nan_limits_and_uneven_groups_are_refused_by_name() {
     assert!("b=1,l=8,h=4,p=8,g=1".parse::<Problem>().unwrap_err().to_string().contains('n'));
     assert!("b=1,l=8,h=4,p=8,g=1,n=8,colour=1".parse::<Problem>().unwrap_err().to_string().contains("colour"));
 }
+
+#[test]
+fn the_search_of_a_shape_is_exhaustive_and_still_a_matter_of_minutes() {
+    let device = DeviceFacts::assumed(Arch(90));
+    for shape in ["b=4,l=16384,h=8,p=64,g=1,n=128", "b=2,l=257,h=4,p=64,g=1,n=128", "b=1,l=8192,h=128,p=80,g=8,n=128", "b=1,l=256,h=4,p=64,g=1,n=256,dtype=f32"] {
+        let problem: Problem = shape.parse().unwrap();
+        let counts: Vec<(Kernel, usize)> = Kernel::ALL
+            .into_iter()
+            .filter(|k| *k != Kernel::StateUpdate)
+            .map(|k| {
+                let starts = agreement_defaults(&problem, &device);
+                (k, starts.iter().map(|s| alternatives(s, k, &problem, &device).len()).sum())
+            })
+            .collect();
+        let all: usize = counts.iter().map(|(_, n)| n).sum();
+        println!("{shape}: {all} {counts:?}");
+        assert!((100..=2200).contains(&all), "{shape}: {counts:?}");
+    }
+}
