@@ -280,7 +280,7 @@ pub struct RenderArgs {
     /// Parameters that differ from the default of the shape, as name=value,...
     #[arg(long, value_name = "K=V,...", default_value = "")]
     pub config: String,
-    /// Shape (see `mamba2 bench --help`); state_update takes b=,h=,p=,g=,n=[,t=][,state=].
+    /// Shape (see `mamba2 bench --help`; for state_update, that of a decode step without `step:`).
     #[arg(long, value_name = "SHAPE")]
     pub shape: Option<String>,
     /// Compute capability.
