@@ -44,6 +44,9 @@ constexpr int STAGING_OFFSET = STAGES * STAGE_BYTES;
 static_assert(STAGING_OFFSET + tile_elems(BLOCK_HEAD, BLOCK_STATE) * sizeof(X) == SMEM_BYTES, "launch.rs carves the same shared memory");
 static_assert(THREADS == 32 * WARPS, "launch.rs gives WARPS warps");
 
+// float32 fragments are three times as many registers: one 16-wide step at a time.
+constexpr int K_UNROLL = sizeof(X) == 4 ? 1 : TILE_TOKENS / 16;
+
 struct Item {
   Sequence sequence;
   int index;  // of the sequence
@@ -115,7 +118,7 @@ __device__ __forceinline__ void accumulate(float (&acc)[MT][NT][4], const unsign
   const X* m_tile = (SWAP_AB ? b : x) + warp / WARPS_N * MT * 16;
   const X* n_tile = (SWAP_AB ? x : b) + warp % WARPS_N * NT * 8;
   constexpr int M_LD = SWAP_AB ? B_LD : X_LD, N_LD = SWAP_AB ? X_LD : B_LD;
-#pragma unroll
+#pragma unroll K_UNROLL
   for (int k = 0; k < TILE_TOKENS; k += 16) {
     const float2 even = *reinterpret_cast<const float2*>(w + k + lane_column());
     const float2 odd = *reinterpret_cast<const float2*>(w + k + 8 + lane_column());

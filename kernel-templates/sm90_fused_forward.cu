@@ -273,8 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
         wgmma_wait_group<0>();  // the state update and C B^T of the next chunk
       }
       out += CHUNK * args.out_strides.token;
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(barriers.empty(at.stage));
+      mbarrier_arrive(barriers.empty(at.stage));
     }
     if (s.last) {
 #pragma unroll

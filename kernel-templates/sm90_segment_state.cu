@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
       for (int h = 0; h < HEADS; ++h) start_state_update(state[h], a[h], stage + B_OFFSET);
       wgmma_commit_group();
       wgmma_wait_group<0>();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.empty(at.stage));
+      mbarrier_arrive(barriers.empty(at.stage));
     }
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {

@@ -46,7 +46,6 @@ constexpr int VECTORS_OFFSET = X_OFFSET + HEADS_BLOCK * BOX_BYTES;
 constexpr int STAGE_BYTES = VECTORS_OFFSET + (HEADS_BLOCK * 3 * CHUNK * 4 + 1023) / 1024 * 1024;
 constexpr int BARRIERS_BYTES = 1024;
 constexpr int PRODUCER_THREADS = 128;
-constexpr int CONSUMER_WARPS = 4 * WARPGROUPS;
 static_assert(THREADS == 128 * (WARPGROUPS + 1), "launch.rs gives one producer warpgroup");
 
 constexpr bool USE_TMA = !PACKED;
@@ -63,7 +62,7 @@ constexpr int PRODUCER_REGISTERS = USE_TMA ? 56 : BLOCKS_PER_SM == 2 ? 64 : 72;
 constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 
-MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 96 : 24) + 16 * HEADS <= CONSUMER_REGISTERS,
+MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 80 + 32 * HEADS : 24 + 16 * HEADS) <= CONSUMER_REGISTERS,
                "the states of a warpgroup, and what the products need beside them, must stay in registers");
 
 struct Segment {
@@ -155,9 +154,9 @@ struct Barriers {
   __device__ __forceinline__ void init() const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < STAGES; ++s) {
-        mbarrier_init(full(s), USE_TMA ? 1 + PRODUCER_THREADS / 32      // the copies, and each warp's vectors
+        mbarrier_init(full(s), USE_TMA ? 1 + PRODUCER_THREADS           // the copies, and each thread's vectors
                                        : 2 * PRODUCER_THREADS);  // each thread: its cp.async, and its vectors
-        mbarrier_init(empty(s), CONSUMER_WARPS);
+        mbarrier_init(empty(s), 128 * WARPGROUPS);
       }
       fence_mbarrier_init();
     }
@@ -304,12 +303,7 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
         if (warp + i * 4 < HEADS_BLOCK)
           make_vectors(args, raw[ahead][i], a[i], bias[i], valid[i] ? s.tokens - chunk * CHUNK - 2 * lane : 0,
                        reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + (warp + i * 4) * (3 * CHUNK / 2) + lane);
-      if constexpr (USE_TMA) {
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(barriers.full(at.stage));
-      } else {
-        mbarrier_arrive(barriers.full(at.stage));
-      }
+      mbarrier_arrive(barriers.full(at.stage));
       at.advance();
       load_dt(raw[ahead]);
     }

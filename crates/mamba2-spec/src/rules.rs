@@ -153,9 +153,9 @@ fn compute_out_registers(c: &ComputeOut, problem: &Problem) -> u32 {
     // float32 holds each fragment in twice the registers, and half as many again while it splits them; copies of single elements
     // need more addresses than copies of vectors.
     let y = c.block_h * c.block_head / 2;
-    let wide = if problem.dtype == Dtype::F32 { 48 } else { 0 };
+    let wide = if problem.dtype == Dtype::F32 { 48 + y } else { 0 };
     let element = if problem.alignment == Alignment::Element { 12 } else { 0 };
-    y + 100 + wide + element
+    y + y / 8 + 92 + 8 * c.block_h + wide + element
 }
 
 fn check_compute_out(config: &KernelConfig, c: &ComputeOut, problem: &Problem) -> Result<(), SpecError> {
@@ -207,7 +207,7 @@ fn check_sm90(
         format!("headdim {}, dstate {}", problem.headdim, problem.dstate)
     })?;
     let states = heads * padded / 2;
-    let need = states + if with_c { 96 } else { 24 } + 16 * heads;
+    let need = states + if with_c { 80 + 32 * heads } else { 24 + 16 * heads };
     let room = sm90_consumer_registers(warpgroups, states, problem.packed.is_some());
     require(config, "P03", need <= room, || format!("{need} registers a thread wanted, {room} available"))?;
     require(config, "P04", problem.alignment == Alignment::Bytes16, || format!("{:?}", problem.alignment))?;

@@ -305,7 +305,11 @@ pub fn run() -> Result<(), String> {
             if n.is_multiple_of(100) {
                 println!("gate: {n} of {}", jobs.len());
             }
-            result.map_err(|fault| format!("{case}: {fault}"))
+            result.map_err(|fault| {
+                let fault = format!("{case}: {fault}");
+                eprintln!("gate: {}", fault.lines().next().unwrap_or_default());
+                fault
+            })
         })
         .collect();
     report(&sets, &registers);
