@@ -1,7 +1,7 @@
 //! The CUDA templates, embedded in the binary, and the config header that parameterises them.
 //!
 //! A kernel is one entry file of `kernel-templates/`, the shared headers, and one generated header,
-//! [`CONFIG_HEADER`], that defines every constant by name. Nothing else is ever included, so [`Rendered::digest`] covers
+//! [`CONFIG_HEADER`], that defines every constant by name. Nothing else is ever included, so [`Rendered::template_digest`] covers
 //! all the text that NVRTC sees. Runs on a laptop: no CUDA here.
 //!
 //! ```

@@ -28,4 +28,4 @@ constexpr int OCCUPANCY = 2; // tuned, blocks
 constexpr int STAGES = 3; // tuned, tiles
 constexpr int WARPS = 4; // tuned, warps
 constexpr int THREADS = 128; // threads per block
-constexpr int SMEM_BYTES = 74240; // dynamic shared memory of a block
+constexpr int SMEM_BYTES = 74496; // dynamic shared memory of a block

@@ -34,7 +34,7 @@ pub struct VerifyReport {
 /// Reads everything there is and checks it. Opening the store takes in waiting parts; nothing else is written.
 ///
 /// # Errors
-/// [`TuneDbError::Io`] if the directory cannot be listed.
+/// [`crate::TuneDbError::Io`] if the directory cannot be listed.
 pub fn verify(db: &LocalDb, wait: Duration) -> Result<VerifyReport> {
     let mut report = VerifyReport::default();
     if !db.root().is_dir() {
