@@ -53,12 +53,13 @@ struct TensorMaps {
   TensorMap x, b, c;
 };
 
-// Two blocks share a multiprocessor where the states of a lone consumer warpgroup are small enough.
-constexpr int BLOCKS_PER_SM = WARPGROUPS == 1 && HEADS * STATE_REGISTERS <= 64 ? 2 : 1;
+// Two blocks share a multiprocessor where the states of a lone consumer warpgroup are small enough; copies without tensor maps need
+// too many registers for that.
+constexpr int BLOCKS_PER_SM = USE_TMA && WARPGROUPS == 1 && HEADS * STATE_REGISTERS <= 64 ? 2 : 1;
 // Registers after reallocation: what a block is launched with, moved from the producer to the
 // consumers. In steps of eight; a thread has at most 240. rules.rs computes the same.
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS_PER_SM * THREADS) > 248 ? 248 : 65536 / (BLOCKS_PER_SM * THREADS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = USE_TMA ? 56 : BLOCKS_PER_SM == 2 ? 64 : 72;
+constexpr int PRODUCER_REGISTERS = USE_TMA ? 56 : 72;
 constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 

@@ -159,7 +159,9 @@ impl DeviceBuffer {
         // From pageable memory the copy may return with the last piece still on its way; work on a non-blocking stream would not
         // wait for it.
         // SAFETY: the null stream always exists.
-        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(std::ptr::null_mut()) })
+        check("cuStreamSynchronize", unsafe {
+            sys::cuStreamSynchronize(std::ptr::null_mut())
+        })
     }
 
     /// Copies from byte `offset_bytes` to `data` and waits for it. Work on other streams must have been waited for.

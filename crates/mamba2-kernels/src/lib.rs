@@ -20,7 +20,8 @@ use std::fmt::Write;
 use mamba2_spec::launch::{KernelLaunch, kernel_launch, states_row_elems, step_launch};
 use mamba2_spec::parameters::StateUpdate;
 use mamba2_spec::{
-    Alignment, Arch, DKind, DeviceFacts, Dtype, DtLimit, Kernel, KernelConfig, Precision, Problem, StepProblem,
+    Alignment, Arch, DKind, DeviceFacts, DtLimit, Dtype, Kernel, KernelConfig, Precision, Problem,
+    StepProblem,
 };
 use sha2::{Digest, Sha256};
 
@@ -52,8 +53,7 @@ pub const HEADERS: &[(&str, &str)] = templates![
     "ptx/sm90_wgmma.cuh",
 ];
 
-const ENTRIES: &[(&str, &str)] =
-    templates![
+const ENTRIES: &[(&str, &str)] = templates![
     "chunk_cumsum.cu",
     "fwd_pass_state.cu",
     "compute_out.cu",
@@ -135,9 +135,18 @@ struct Header {
 
 impl Header {
     fn new(kernel: Kernel, arch: Arch) -> Header {
-        let mut header = Header { text: String::new() };
-        let _ = writeln!(header.text, "// Generated for {kernel} on {arch}: every constant the templates take.\n#pragma once");
-        header.constant("SM_ARCH", i64::from(arch.0), "compute capability, major * 10 + minor");
+        let mut header = Header {
+            text: String::new(),
+        };
+        let _ = writeln!(
+            header.text,
+            "// Generated for {kernel} on {arch}: every constant the templates take.\n#pragma once"
+        );
+        header.constant(
+            "SM_ARCH",
+            i64::from(arch.0),
+            "compute capability, major * 10 + minor",
+        );
         header
     }
 
@@ -146,15 +155,26 @@ impl Header {
     }
 
     fn parameters(&mut self, config: &KernelConfig) {
-        for (row, (name, value)) in KernelConfig::rows(config.kernel()).iter().zip(config.constants()) {
-            let named = if row.value_names.is_empty() { String::new() } else { format!(" {}:", row.display(value)) };
+        for (row, (name, value)) in KernelConfig::rows(config.kernel())
+            .iter()
+            .zip(config.constants())
+        {
+            let named = if row.value_names.is_empty() {
+                String::new()
+            } else {
+                format!(" {}:", row.display(value))
+            };
             self.constant(name, value.into(), &format!("tuned,{named} {}", row.unit));
         }
     }
 
     fn launch(&mut self, launch: &KernelLaunch) {
         self.constant("THREADS", launch.threads.into(), "threads per block");
-        self.constant("SMEM_BYTES", launch.smem_bytes as i64, "dynamic shared memory of a block");
+        self.constant(
+            "SMEM_BYTES",
+            launch.smem_bytes as i64,
+            "dynamic shared memory of a block",
+        );
     }
 }
 
@@ -187,7 +207,11 @@ impl Common {
         const DTYPE: &str = "-1 none, 0 bf16, 1 f16, 2 f32";
         header.constant("HEADDIM", self.headdim as i64, "elements of x per head");
         header.constant("DSTATE", self.dstate as i64, "state size");
-        header.constant("HEADS_PER_GROUP", (self.nheads / self.ngroups.max(1)) as i64, "heads that share B and C");
+        header.constant(
+            "HEADS_PER_GROUP",
+            (self.nheads / self.ngroups.max(1)) as i64,
+            "heads that share B and C",
+        );
         header.constant("X_DTYPE", dtype_code(Some(self.dtype)), DTYPE);
         header.constant("DT_DTYPE", dtype_code(Some(self.dt_dtype)), DTYPE);
         let d = match self.d {
@@ -198,8 +222,16 @@ impl Common {
         header.constant("D_KIND", d, "0 none, 1 [nheads], 2 [nheads, headdim]");
         header.constant("HAS_Z", self.z.into(), "output gated by silu(z)");
         header.constant("HAS_DT_BIAS", self.dt_bias.into(), "dt + dt_bias");
-        header.constant("DT_SOFTPLUS", self.dt_softplus.into(), "softplus after the bias, identity above 20");
-        header.constant("HAS_DT_LIMIT", (self.dt_limit != DtLimit::NONE).into(), "clamp after softplus");
+        header.constant(
+            "DT_SOFTPLUS",
+            self.dt_softplus.into(),
+            "softplus after the bias, identity above 20",
+        );
+        header.constant(
+            "HAS_DT_LIMIT",
+            (self.dt_limit != DtLimit::NONE).into(),
+            "clamp after softplus",
+        );
     }
 }
 
@@ -222,12 +254,36 @@ pub fn render(config: &KernelConfig, problem: &Problem, device: &DeviceFacts) ->
         dt_limit: problem.dt_limit,
     }
     .write(&mut header);
-    header.constant("INITIAL_DTYPE", dtype_code(problem.initial_states), "dtype of initial_states, -1 none");
-    header.constant("FINAL_DTYPE", dtype_code(problem.final_states), "dtype of final_states, -1 none");
-    header.constant("PACKED", problem.packed.is_some().into(), "sequences packed in one row, offsets in cu_seqlens");
-    header.constant("USE_TF32", (problem.precision == Precision::Tf32).into(), "one TF32 product instead of three for f32");
-    header.constant("ALIGNED", (problem.alignment == Alignment::Bytes16).into(), "views allow 16-byte copies");
-    header.constant("STATES_ROW", states_row_elems(problem) as i64, "row of a chunk state in the workspace, elements");
+    header.constant(
+        "INITIAL_DTYPE",
+        dtype_code(problem.initial_states),
+        "dtype of initial_states, -1 none",
+    );
+    header.constant(
+        "FINAL_DTYPE",
+        dtype_code(problem.final_states),
+        "dtype of final_states, -1 none",
+    );
+    header.constant(
+        "PACKED",
+        problem.packed.is_some().into(),
+        "sequences packed in one row, offsets in cu_seqlens",
+    );
+    header.constant(
+        "USE_TF32",
+        (problem.precision == Precision::Tf32).into(),
+        "one TF32 product instead of three for f32",
+    );
+    header.constant(
+        "ALIGNED",
+        (problem.alignment == Alignment::Bytes16).into(),
+        "views allow 16-byte copies",
+    );
+    header.constant(
+        "STATES_ROW",
+        states_row_elems(problem) as i64,
+        "row of a chunk state in the workspace, elements",
+    );
     header.parameters(config);
     header.launch(&launch);
     rendered(kernel, header, launch)
@@ -251,8 +307,16 @@ pub fn render_step(config: &StateUpdate, problem: &StepProblem, device: &DeviceF
         dt_limit: problem.dt_limit,
     }
     .write(&mut header);
-    header.constant("STATE_DTYPE", dtype_code(Some(problem.state_dtype)), "dtype of the state cache");
-    header.constant("HAS_INDICES", problem.indices.into(), "slot of each row in state_batch_indices");
+    header.constant(
+        "STATE_DTYPE",
+        dtype_code(Some(problem.state_dtype)),
+        "dtype of the state cache",
+    );
+    header.constant(
+        "HAS_INDICES",
+        problem.indices.into(),
+        "slot of each row in state_batch_indices",
+    );
     header.parameters(&KernelConfig::StateUpdate(*config));
     header.launch(&launch);
     rendered(Kernel::StateUpdate, header, launch)
@@ -260,5 +324,12 @@ pub fn render_step(config: &StateUpdate, problem: &StepProblem, device: &DeviceF
 
 fn rendered(kernel: Kernel, header: Header, launch: KernelLaunch) -> Rendered {
     let (source_name, source) = entry_file(kernel);
-    Rendered { kernel, entry: kernel.name(), source_name, source, config_header: header.text, launch }
+    Rendered {
+        kernel,
+        entry: kernel.name(),
+        source_name,
+        source,
+        config_header: header.text,
+        launch,
+    }
 }

@@ -11,7 +11,15 @@ pub struct Arch(pub u32);
 
 impl Arch {
     /// Architectures that CI compiles every kernel for.
-    pub const GATED: [Arch; 7] = [Arch(80), Arch(86), Arch(89), Arch(90), Arch(100), Arch(103), Arch(120)];
+    pub const GATED: [Arch; 7] = [
+        Arch(80),
+        Arch(86),
+        Arch(89),
+        Arch(90),
+        Arch(100),
+        Arch(103),
+        Arch(120),
+    ];
 
     /// Lowest architecture with the tensor and async-copy instructions of the portable path.
     pub const MINIMUM: Arch = Arch(80);

@@ -46,10 +46,13 @@ impl std::str::FromStr for Dtype {
     type Err = SpecError;
 
     fn from_str(text: &str) -> Result<Self, SpecError> {
-        Dtype::ALL.into_iter().find(|d| d.name() == text).ok_or_else(|| SpecError::Option {
-            key: "dtype".into(),
-            expected: "bf16, f16 or f32".into(),
-            got: text.into(),
-        })
+        Dtype::ALL
+            .into_iter()
+            .find(|d| d.name() == text)
+            .ok_or_else(|| SpecError::Option {
+                key: "dtype".into(),
+                expected: "bf16, f16 or f32".into(),
+                got: text.into(),
+            })
     }
 }

@@ -72,7 +72,11 @@ pub fn states_row_elems(problem: &Problem) -> usize {
 
 /// Float32 numbers that hold G: differences of one lose digits where G is large, which 16-bit inputs do not see.
 fn sum_words(problem: &Problem) -> usize {
-    if problem.dtype == crate::Dtype::F32 { 2 } else { 1 }
+    if problem.dtype == crate::Dtype::F32 {
+        2
+    } else {
+        1
+    }
 }
 
 fn tile_bytes(rows: usize, cols: u32, elem_bytes: usize) -> usize {
@@ -80,7 +84,8 @@ fn tile_bytes(rows: usize, cols: u32, elem_bytes: usize) -> usize {
 }
 
 fn chunk_cumsum_launch(c: &ChunkCumsum, problem: &Problem) -> KernelLaunch {
-    let items = problem.chunk_slots(c.chunk_size as usize) as u64 * (problem.nheads as u64).div_ceil(c.block_h.into());
+    let items = problem.chunk_slots(c.chunk_size as usize) as u64
+        * (problem.nheads as u64).div_ceil(c.block_h.into());
     launch(Kernel::ChunkCumsum, items, items, 32 * c.block_h, 0)
 }
 
@@ -88,12 +93,20 @@ fn chunk_cumsum_launch(c: &ChunkCumsum, problem: &Problem) -> KernelLaunch {
 fn fwd_pass_state_launch(c: &FwdPassState, problem: &Problem) -> KernelLaunch {
     let elem = problem.dtype.size_bytes();
     let ring = c.stages as usize
-        * (tile_bytes(TILE_TOKENS, c.block_head, elem) + tile_bytes(TILE_TOKENS, c.block_state, elem) + TILE_TOKENS * 4);
+        * (tile_bytes(TILE_TOKENS, c.block_head, elem)
+            + tile_bytes(TILE_TOKENS, c.block_state, elem)
+            + TILE_TOKENS * 4);
     let staging = tile_bytes(c.block_head as usize, c.block_state, elem);
     let items = (problem.sequences() * problem.nheads) as u64
         * problem.headdim.div_ceil(c.block_head as usize) as u64
         * problem.dstate.div_ceil(c.block_state as usize) as u64;
-    launch(Kernel::FwdPassState, items, items, 32 * c.warps, ring + staging)
+    launch(
+        Kernel::FwdPassState,
+        items,
+        items,
+        32 * c.warps,
+        ring + staging,
+    )
 }
 
 fn compute_out_launch(c: &ComputeOut, problem: &Problem, device: &DeviceFacts) -> KernelLaunch {
@@ -109,8 +122,18 @@ fn compute_out_launch(c: &ComputeOut, problem: &Problem, device: &DeviceFacts) -
         * (c.chunk_size as usize / rows.min(c.chunk_size as usize)) as u64
         * (problem.nheads as u64).div_ceil(c.block_h.into())
         * problem.headdim.div_ceil(c.block_head as usize) as u64;
-    let blocks = if c.persistent == 1 { items.min(u64::from(device.sm_count * c.occupancy)) } else { items };
-    launch(Kernel::ComputeOut, items, blocks, 32 * c.warps, c_tile + c.stages as usize * stage + vectors)
+    let blocks = if c.persistent == 1 {
+        items.min(u64::from(device.sm_count * c.occupancy))
+    } else {
+        items
+    };
+    launch(
+        Kernel::ComputeOut,
+        items,
+        blocks,
+        32 * c.warps,
+        c_tile + c.stages as usize * stage + vectors,
+    )
 }
 
 /// Tokens of a box, and of a chunk of the fused forward.
@@ -127,7 +150,11 @@ fn segment_items(segment: u32, problem: &Problem) -> usize {
 }
 
 fn segments_per_row(segment: u32, problem: &Problem) -> usize {
-    if segment == 0 { 1 } else { problem.seqlen.div_ceil(segment as usize).max(1) }
+    if segment == 0 {
+        1
+    } else {
+        problem.seqlen.div_ceil(segment as usize).max(1)
+    }
 }
 
 /// Segment starts that are kept: all but the first of each row. Packed rows keep a slot for each item.
@@ -155,10 +182,20 @@ impl Sm90Launch {
         let heads = (self.heads * self.warpgroups) as usize;
         let tiles = (boxes * if with_c { 2 } else { 1 } + heads) * SM90_BOX_BYTES;
         let vectors = (heads * 3 * SM90_CHUNK * 4).next_multiple_of(1024);
-        let states = if with_c { self.warpgroups as usize * boxes * SM90_BOX_BYTES } else { 0 };
+        let states = if with_c {
+            self.warpgroups as usize * boxes * SM90_BOX_BYTES
+        } else {
+            0
+        };
         let blocks = problem.ngroups * problem.heads_per_group().div_ceil(heads);
         let items = (segment_items(self.segment, problem) * blocks) as u64;
-        launch(self.kernel, items, items, 128 * (self.warpgroups + 1), 1024 + self.stages as usize * (tiles + vectors) + states)
+        launch(
+            self.kernel,
+            items,
+            items,
+            128 * (self.warpgroups + 1),
+            1024 + self.stages as usize * (tiles + vectors) + states,
+        )
     }
 }
 
@@ -170,7 +207,11 @@ fn segment_scan_launch(_: &SegmentScan, problem: &Problem) -> KernelLaunch {
 }
 
 /// Launch of one kernel of the forward pass. The config need not be legal; sizes are still meaningful for messages.
-pub fn kernel_launch(config: &KernelConfig, problem: &Problem, device: &DeviceFacts) -> KernelLaunch {
+pub fn kernel_launch(
+    config: &KernelConfig,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> KernelLaunch {
     match config {
         KernelConfig::ChunkCumsum(c) => chunk_cumsum_launch(c, problem),
         KernelConfig::FwdPassState(c) => fwd_pass_state_launch(c, problem),
@@ -198,35 +239,70 @@ pub fn kernel_launch(config: &KernelConfig, problem: &Problem, device: &DeviceFa
 
 /// Launch of the decode step.
 pub fn step_launch(c: &StateUpdate, problem: &StepProblem, _device: &DeviceFacts) -> KernelLaunch {
-    let items = (problem.batch * problem.nheads) as u64 * problem.headdim.div_ceil(c.block_head as usize) as u64;
+    let items = (problem.batch * problem.nheads) as u64
+        * problem.headdim.div_ceil(c.block_head as usize) as u64;
     launch(Kernel::StateUpdate, items, items, 32 * c.warps, 0)
 }
 
-fn launch(kernel: Kernel, work_items: u64, blocks: u64, threads: u32, smem_bytes: usize) -> KernelLaunch {
-    KernelLaunch { kernel, grid: blocks.min(MAX_GRID_X) as u32, threads, smem_bytes, work_items }
+fn launch(
+    kernel: Kernel,
+    work_items: u64,
+    blocks: u64,
+    threads: u32,
+    smem_bytes: usize,
+) -> KernelLaunch {
+    KernelLaunch {
+        kernel,
+        grid: blocks.min(MAX_GRID_X) as u32,
+        threads,
+        smem_bytes,
+        work_items,
+    }
 }
 
 /// Launches and workspace of a whole strategy.
 pub fn plan(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) -> LaunchPlan {
-    let launches = config.kernels().iter().map(|k| kernel_launch(k, problem, device)).collect();
+    let launches = config
+        .kernels()
+        .iter()
+        .map(|k| kernel_launch(k, problem, device))
+        .collect();
     let (slots, slots_per_row) = match config {
         StrategyConfig::ThreeKernel(_) => {
             let chunk_size = config.chunk_size() as usize;
-            (problem.chunk_slots(chunk_size), problem.seqlen.div_ceil(chunk_size))
+            (
+                problem.chunk_slots(chunk_size),
+                problem.seqlen.div_ceil(chunk_size),
+            )
         }
         StrategyConfig::Sm90Fused(c) => {
             let segment = c.fused_forward.segment;
-            (segment_items(segment, problem), segments_per_row(segment, problem))
+            (
+                segment_items(segment, problem),
+                segments_per_row(segment, problem),
+            )
         }
     };
-    let slots_per_row = if problem.packed.is_some() { 0 } else { slots_per_row };
-    LaunchPlan { launches, workspace: workspace(config, problem), slots, slots_per_row }
+    let slots_per_row = if problem.packed.is_some() {
+        0
+    } else {
+        slots_per_row
+    };
+    LaunchPlan {
+        launches,
+        workspace: workspace(config, problem),
+        slots,
+        slots_per_row,
+    }
 }
 
 fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
     let mut at = 0usize;
     let mut region = |bytes: usize| {
-        let region = Region { offset_bytes: at, bytes };
+        let region = Region {
+            offset_bytes: at,
+            bytes,
+        };
         at += bytes.next_multiple_of(WORKSPACE_ALIGN_BYTES);
         region
     };

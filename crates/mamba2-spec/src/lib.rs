@@ -33,6 +33,6 @@ pub use problem::{Alignment, ChunkSize, DKind, DtLimit, Precision, Problem};
 pub use step::StepProblem;
 pub use strategy::{Kernel, KernelConfig, Sm90FusedConfig, StrategyConfig, ThreeKernelConfig};
 pub use tensors::{
-    ForwardInputs, ForwardOutputs, HasMeta, StepInputs, StepOutputs, TensorMeta, check_cu_seqlens, check_forward,
-    check_step,
+    ForwardInputs, ForwardOutputs, HasMeta, StepInputs, StepOutputs, TensorMeta, check_cu_seqlens,
+    check_forward, check_step,
 };

@@ -27,11 +27,14 @@ impl Limit {
         let of_state = |d: Option<Dtype>| d.map_or(0.0, |d| d.size_bytes() as f64 * state);
         let streams = if p.z { 3.0 } else { 2.0 };
         let bytes = tokens
-            * (streams * nheads * headdim * elem + 2.0 * ngroups * dstate * elem + nheads * p.dt_dtype.size_bytes() as f64)
+            * (streams * nheads * headdim * elem
+                + 2.0 * ngroups * dstate * elem
+                + nheads * p.dt_dtype.size_bytes() as f64)
             + of_state(p.initial_states)
             + of_state(p.final_states);
         let chunk = 64f64.min(p.seqlen.max(1) as f64);
-        let flops = tokens * (ngroups * chunk * dstate + nheads * (chunk * headdim + 4.0 * headdim * dstate));
+        let flops = tokens
+            * (ngroups * chunk * dstate + nheads * (chunk * headdim + 4.0 * headdim * dstate));
         Limit { bytes, flops }
     }
 

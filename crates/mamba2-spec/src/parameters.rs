@@ -42,16 +42,22 @@ impl Row {
     /// # Errors
     /// [`SpecError::Option`] naming the row and its domain.
     pub fn parse(&self, text: &str) -> Result<u32, SpecError> {
-        let named = self.value_names.iter().position(|n| *n == text).map(|i| self.domain[i]);
-        named.or_else(|| text.parse().ok().filter(|v| self.domain.contains(v))).ok_or_else(|| SpecError::Option {
-            key: self.name.into(),
-            expected: if self.value_names.is_empty() {
-                format!("one of {:?}", self.domain)
-            } else {
-                format!("one of {:?}", self.value_names)
-            },
-            got: text.into(),
-        })
+        let named = self
+            .value_names
+            .iter()
+            .position(|n| *n == text)
+            .map(|i| self.domain[i]);
+        named
+            .or_else(|| text.parse().ok().filter(|v| self.domain.contains(v)))
+            .ok_or_else(|| SpecError::Option {
+                key: self.name.into(),
+                expected: if self.value_names.is_empty() {
+                    format!("one of {:?}", self.domain)
+                } else {
+                    format!("one of {:?}", self.value_names)
+                },
+                got: text.into(),
+            })
     }
 }
 
@@ -86,13 +92,20 @@ pub trait Parameters: Default + Clone + PartialEq + Eq + std::hash::Hash + fmt::
 
     /// `(CUDA constant, value)` of every row.
     fn constants(&self) -> Vec<(&'static str, u32)> {
-        Self::ROWS.iter().enumerate().map(|(i, row)| (row.cuda, self.value(i))).collect()
+        Self::ROWS
+            .iter()
+            .enumerate()
+            .map(|(i, row)| (row.cuda, self.value(i)))
+            .collect()
     }
 
     /// `name=value,...` in row order.
     fn to_text(&self) -> String {
-        let pairs: Vec<String> =
-            Self::ROWS.iter().enumerate().map(|(i, r)| format!("{}={}", r.name, r.display(self.value(i)))).collect();
+        let pairs: Vec<String> = Self::ROWS
+            .iter()
+            .enumerate()
+            .map(|(i, r)| format!("{}={}", r.name, r.display(self.value(i))))
+            .collect();
         pairs.join(",")
     }
 
@@ -101,11 +114,18 @@ pub trait Parameters: Default + Clone + PartialEq + Eq + std::hash::Hash + fmt::
     /// # Errors
     /// [`SpecError::Option`] for an unknown name or a value outside the domain.
     fn set(&mut self, name: &str, value: &str) -> Result<(), SpecError> {
-        let i = Self::ROWS.iter().position(|r| r.name == name).ok_or_else(|| SpecError::Option {
-            key: name.into(),
-            expected: format!("a parameter of {}: {:?}", Self::KERNEL, Self::ROWS.iter().map(|r| r.name).collect::<Vec<_>>()),
-            got: name.into(),
-        })?;
+        let i = Self::ROWS
+            .iter()
+            .position(|r| r.name == name)
+            .ok_or_else(|| SpecError::Option {
+                key: name.into(),
+                expected: format!(
+                    "a parameter of {}: {:?}",
+                    Self::KERNEL,
+                    Self::ROWS.iter().map(|r| r.name).collect::<Vec<_>>()
+                ),
+                got: name.into(),
+            })?;
         self.set_value(i, Self::ROWS[i].parse(value)?);
         Ok(())
     }
@@ -128,7 +148,9 @@ enum RawValue {
     Name(String),
 }
 
-fn deserialize_rows<'de, D: Deserializer<'de>, P: Parameters>(deserializer: D) -> Result<P, D::Error> {
+fn deserialize_rows<'de, D: Deserializer<'de>, P: Parameters>(
+    deserializer: D,
+) -> Result<P, D::Error> {
     let raw = std::collections::BTreeMap::<String, RawValue>::deserialize(deserializer)?;
     let mut config = P::default();
     for (name, value) in raw {
@@ -141,7 +163,10 @@ fn deserialize_rows<'de, D: Deserializer<'de>, P: Parameters>(deserializer: D) -
     Ok(config)
 }
 
-fn serialize_rows<S: Serializer, P: Parameters>(config: &P, serializer: S) -> Result<S::Ok, S::Error> {
+fn serialize_rows<S: Serializer, P: Parameters>(
+    config: &P,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     use serde::ser::SerializeMap;
     let mut map = serializer.serialize_map(Some(P::ROWS.len()))?;
     let mut order: Vec<usize> = (0..P::ROWS.len()).collect();

@@ -28,7 +28,10 @@ pub struct DtLimit {
 
 impl DtLimit {
     /// mamba_ssm's default `(0, inf)`.
-    pub const NONE: DtLimit = DtLimit { min: 0.0, max: f32::INFINITY };
+    pub const NONE: DtLimit = DtLimit {
+        min: 0.0,
+        max: f32::INFINITY,
+    };
 
     /// Checks that neither bound is NaN and `min <= max`.
     ///
@@ -135,7 +138,14 @@ pub struct Problem {
 
 impl Problem {
     /// A plain problem: bf16, D per head, f32 initial and final states, no other option.
-    pub fn new(batch: usize, seqlen: usize, nheads: usize, headdim: usize, ngroups: usize, dstate: usize) -> Problem {
+    pub fn new(
+        batch: usize,
+        seqlen: usize,
+        nheads: usize,
+        headdim: usize,
+        ngroups: usize,
+        dstate: usize,
+    ) -> Problem {
         Problem {
             batch,
             seqlen,
@@ -223,11 +233,20 @@ impl Problem {
     }
 }
 
-pub(crate) fn size(name: &'static str, got: usize, min: usize, max: usize) -> Result<(), SpecError> {
+pub(crate) fn size(
+    name: &'static str,
+    got: usize,
+    min: usize,
+    max: usize,
+) -> Result<(), SpecError> {
     if (min..=max).contains(&got) {
         return Ok(());
     }
-    Err(SpecError::Size { name, expected: format!("{min}..={max}"), got: got.to_string() })
+    Err(SpecError::Size {
+        name,
+        expected: format!("{min}..={max}"),
+        got: got.to_string(),
+    })
 }
 
 /// Splits `k=v,k=v` and hands each pair to `set`; used by every shape string.
@@ -243,7 +262,11 @@ pub(crate) fn for_each_pair(
             got: item.into(),
         })?;
         if seen.contains(&key) {
-            return Err(SpecError::Option { key: key.into(), expected: "each key once".into(), got: text.into() });
+            return Err(SpecError::Option {
+                key: key.into(),
+                expected: "each key once".into(),
+                got: text.into(),
+            });
         }
         seen.push(key);
         set(key, value)?;
@@ -252,8 +275,16 @@ pub(crate) fn for_each_pair(
 }
 
 /// Parses one value of a `k=v` list.
-pub(crate) fn parse_value<T: FromStr>(key: &str, value: &str, expected: &str) -> Result<T, SpecError> {
-    value.parse().map_err(|_| SpecError::Option { key: key.into(), expected: expected.into(), got: value.into() })
+pub(crate) fn parse_value<T: FromStr>(
+    key: &str,
+    value: &str,
+    expected: &str,
+) -> Result<T, SpecError> {
+    value.parse().map_err(|_| SpecError::Option {
+        key: key.into(),
+        expected: expected.into(),
+        got: value.into(),
+    })
 }
 
 fn parse_optional_dtype(key: &str, value: &str) -> Result<Option<Dtype>, SpecError> {
@@ -277,10 +308,17 @@ impl FromStr for Problem {
         let flag = |key: &str, value: &str| match value {
             "0" | "false" => Ok(false),
             "1" | "true" => Ok(true),
-            _ => Err(SpecError::Option { key: key.into(), expected: "0 or 1".into(), got: value.into() }),
+            _ => Err(SpecError::Option {
+                key: key.into(),
+                expected: "0 or 1".into(),
+                got: value.into(),
+            }),
         };
         for_each_pair(text, |key, value| {
-            if let Some(i) = ["b", "l", "h", "p", "g", "n"].iter().position(|k| *k == key) {
+            if let Some(i) = ["b", "l", "h", "p", "g", "n"]
+                .iter()
+                .position(|k| *k == key)
+            {
                 sizes[i] = Some(parse_value(key, value, "a whole number")?);
                 return Ok(());
             }
@@ -292,7 +330,13 @@ impl FromStr for Problem {
                         "none" => DKind::None,
                         "h" => DKind::PerHead,
                         "hp" => DKind::PerHeaddim,
-                        _ => return Err(SpecError::Option { key: key.into(), expected: "none, h or hp".into(), got: value.into() }),
+                        _ => {
+                            return Err(SpecError::Option {
+                                key: key.into(),
+                                expected: "none, h or hp".into(),
+                                got: value.into(),
+                            });
+                        }
                     }
                 }
                 "z" => problem.z = flag(key, value)?,
@@ -304,27 +348,56 @@ impl FromStr for Problem {
                         expected: "lo:hi".into(),
                         got: value.into(),
                     })?;
-                    problem.dt_limit =
-                        DtLimit { min: parse_value(key, lo, "a number")?, max: parse_value(key, hi, "a number or inf")? };
+                    problem.dt_limit = DtLimit {
+                        min: parse_value(key, lo, "a number")?,
+                        max: parse_value(key, hi, "a number or inf")?,
+                    };
                 }
                 "init" => problem.initial_states = parse_optional_dtype(key, value)?,
                 "final" => problem.final_states = parse_optional_dtype(key, value)?,
-                "packed" => problem.packed = Some(parse_value(key, value, "a number of sequences")?),
-                "q" => problem.chunk_size = ChunkSize::Fixed(parse_value(key, value, "a number of tokens")?),
-                "tf32" => problem.precision = if flag(key, value)? { Precision::Tf32 } else { Precision::Float32 },
+                "packed" => {
+                    problem.packed = Some(parse_value(key, value, "a number of sequences")?)
+                }
+                "q" => {
+                    problem.chunk_size =
+                        ChunkSize::Fixed(parse_value(key, value, "a number of tokens")?)
+                }
+                "tf32" => {
+                    problem.precision = if flag(key, value)? {
+                        Precision::Tf32
+                    } else {
+                        Precision::Float32
+                    }
+                }
                 "align" => {
                     problem.alignment = match value {
                         "16" => Alignment::Bytes16,
                         "1" => Alignment::Element,
-                        _ => return Err(SpecError::Option { key: key.into(), expected: "16 or 1".into(), got: value.into() }),
+                        _ => {
+                            return Err(SpecError::Option {
+                                key: key.into(),
+                                expected: "16 or 1".into(),
+                                got: value.into(),
+                            });
+                        }
                     }
                 }
-                _ => return Err(SpecError::Option { key: key.into(), expected: format!("one of {SHAPE_KEYS}"), got: text.into() }),
+                _ => {
+                    return Err(SpecError::Option {
+                        key: key.into(),
+                        expected: format!("one of {SHAPE_KEYS}"),
+                        got: text.into(),
+                    });
+                }
             }
             Ok(())
         })?;
         let need = |i: usize, name: &str| {
-            sizes[i].ok_or_else(|| SpecError::Option { key: name.into(), expected: "b, l, h, p, g and n in the shape".into(), got: text.into() })
+            sizes[i].ok_or_else(|| SpecError::Option {
+                key: name.into(),
+                expected: "b, l, h, p, g and n in the shape".into(),
+                got: text.into(),
+            })
         };
         problem.batch = need(0, "b")?;
         problem.seqlen = need(1, "l")?;
@@ -344,7 +417,13 @@ impl fmt::Display for Problem {
         write!(
             f,
             "b={},l={},h={},p={},g={},n={},dtype={}",
-            self.batch, self.seqlen, self.nheads, self.headdim, self.ngroups, self.dstate, self.dtype
+            self.batch,
+            self.seqlen,
+            self.nheads,
+            self.headdim,
+            self.ngroups,
+            self.dstate,
+            self.dtype
         )?;
         let optional = |d: Option<Dtype>| d.map_or("none", Dtype::name);
         if self.dt_dtype != self.dtype {
@@ -355,7 +434,11 @@ impl fmt::Display for Problem {
             DKind::PerHead => {}
             DKind::PerHeaddim => f.write_str(",d=hp")?,
         }
-        for (key, on) in [("z", self.z), ("bias", self.dt_bias), ("softplus", self.dt_softplus)] {
+        for (key, on) in [
+            ("z", self.z),
+            ("bias", self.dt_bias),
+            ("softplus", self.dt_softplus),
+        ] {
             if on {
                 write!(f, ",{key}=1")?;
             }

@@ -2,10 +2,13 @@
 //! CUDA template (`MAMBA2_REQUIRE(C01, ...)`); a test in mamba2-kernels pairs the two lists.
 
 use crate::launch::{kernel_launch, step_launch};
-use crate::parameters::{ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90FusedForward, Sm90SegmentState, StateUpdate};
+use crate::parameters::{
+    ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90FusedForward, Sm90SegmentState,
+    StateUpdate,
+};
 use crate::{
-    Alignment, ChunkSize, DeviceFacts, Dtype, Kernel, KernelConfig, Problem, Sm90FusedConfig, SpecError, StepProblem,
-    StrategyConfig, ThreeKernelConfig,
+    Alignment, ChunkSize, DeviceFacts, Dtype, Kernel, KernelConfig, Problem, Sm90FusedConfig,
+    SpecError, StepProblem, StrategyConfig, ThreeKernelConfig,
 };
 
 /// A legality rule.
@@ -58,22 +61,39 @@ rules! {
 }
 
 fn rule(id: &'static str) -> &'static Rule {
-    RULES.iter().find(|r| r.id == id).expect("rule ids should come from the table")
+    RULES
+        .iter()
+        .find(|r| r.id == id)
+        .expect("rule ids should come from the table")
 }
 
-fn require(kernel: &KernelConfig, id: &'static str, holds: bool, detail: impl FnOnce() -> String) -> Result<(), SpecError> {
+fn require(
+    kernel: &KernelConfig,
+    id: &'static str,
+    holds: bool,
+    detail: impl FnOnce() -> String,
+) -> Result<(), SpecError> {
     if holds {
         return Ok(());
     }
     let rule = rule(id);
-    Err(SpecError::Rule { kernel: kernel.kernel().name(), rule: rule.id, text: rule.text, detail: detail() })
+    Err(SpecError::Rule {
+        kernel: kernel.kernel().name(),
+        rule: rule.id,
+        text: rule.text,
+        detail: detail(),
+    })
 }
 
 /// Checks one kernel's config for a forward problem on a device.
 ///
 /// # Errors
 /// [`SpecError::Rule`] with the first rule broken.
-pub fn check_kernel(config: &KernelConfig, problem: &Problem, device: &DeviceFacts) -> Result<(), SpecError> {
+pub fn check_kernel(
+    config: &KernelConfig,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Result<(), SpecError> {
     let fixed = |chunk_size: u32| match problem.chunk_size {
         ChunkSize::Fixed(n) => n == chunk_size,
         ChunkSize::Tuned => true,
@@ -86,13 +106,30 @@ pub fn check_kernel(config: &KernelConfig, problem: &Problem, device: &DeviceFac
         }
         KernelConfig::ComputeOut(c) => {
             check_compute_out(config, c, problem)?;
-            let four = KernelConfig::ComputeOut(ComputeOut { warps: 4, stages: 2, block_state: 32, block_h: 1, ..*c });
-            let four_fit = kernel_launch(&four, problem, device).smem_bytes <= device.shared_memory_optin_bytes;
-            require(config, "O09", c.warps > 2 || !four_fit, || format!("WARPS = {}", c.warps))?;
+            let four = KernelConfig::ComputeOut(ComputeOut {
+                warps: 4,
+                stages: 2,
+                block_state: 32,
+                block_h: 1,
+                ..*c
+            });
+            let four_fit = kernel_launch(&four, problem, device).smem_bytes
+                <= device.shared_memory_optin_bytes;
+            require(config, "O09", c.warps > 2 || !four_fit, || {
+                format!("WARPS = {}", c.warps)
+            })?;
             c.chunk_size
         }
         KernelConfig::Sm90SegmentState(c) => {
-            check_sm90(config, c.segment, c.heads, c.warpgroups, false, problem, device)?;
+            check_sm90(
+                config,
+                c.segment,
+                c.heads,
+                c.warpgroups,
+                false,
+                problem,
+                device,
+            )?;
             64
         }
         KernelConfig::SegmentScan(c) => {
@@ -100,21 +137,42 @@ pub fn check_kernel(config: &KernelConfig, problem: &Problem, device: &DeviceFac
             64
         }
         KernelConfig::Sm90FusedForward(c) => {
-            check_sm90(config, c.segment, c.heads, c.warpgroups, true, problem, device)?;
+            check_sm90(
+                config,
+                c.segment,
+                c.heads,
+                c.warpgroups,
+                true,
+                problem,
+                device,
+            )?;
             64
         }
         KernelConfig::StateUpdate(_) => {
-            return require(config, "S02", false, || "state_update is not part of a forward pass".into());
+            return require(config, "S02", false, || {
+                "state_update is not part of a forward pass".into()
+            });
         }
     };
-    require(config, "S02", fixed(chunk_size), || format!("problem asks for {:?}, config has {chunk_size}", problem.chunk_size))?;
+    require(config, "S02", fixed(chunk_size), || {
+        format!(
+            "problem asks for {:?}, config has {chunk_size}",
+            problem.chunk_size
+        )
+    })?;
     let smem_bytes = kernel_launch(config, problem, device).smem_bytes;
     fits_shared_memory(config, smem_bytes, device)
 }
 
-fn fits_shared_memory(config: &KernelConfig, smem_bytes: usize, device: &DeviceFacts) -> Result<(), SpecError> {
+fn fits_shared_memory(
+    config: &KernelConfig,
+    smem_bytes: usize,
+    device: &DeviceFacts,
+) -> Result<(), SpecError> {
     let limit = device.shared_memory_optin_bytes;
-    require(config, "S03", smem_bytes <= limit, || format!("{smem_bytes} bytes wanted, {limit} available"))
+    require(config, "S03", smem_bytes <= limit, || {
+        format!("{smem_bytes} bytes wanted, {limit} available")
+    })
 }
 
 /// A block extent may exceed the tensor only by padding to the smallest value of its domain.
@@ -124,27 +182,64 @@ fn not_too_wide(block: u32, extent: usize, smallest: u32) -> bool {
 
 /// True for the block that covers `headdim`, the 64 wide one, and those that pad `headdim` less than the covering one.
 fn useful_block_head(block: u32, headdim: usize) -> bool {
-    let cover = [32u32, 64, 128].into_iter().find(|b| *b as usize >= headdim).unwrap_or(128);
+    let cover = [32u32, 64, 128]
+        .into_iter()
+        .find(|b| *b as usize >= headdim)
+        .unwrap_or(128);
     let padded = |b: u32| headdim.next_multiple_of(b as usize);
     block == cover || (block == 64 && headdim > 64) || padded(block) < padded(cover)
 }
 
-fn check_fwd_pass_state(config: &KernelConfig, c: &FwdPassState, problem: &Problem) -> Result<(), SpecError> {
-    require(config, "F01", c.chunk_size.is_multiple_of(64), || format!("CHUNK_SIZE = {}", c.chunk_size))?;
-    let (m, n) = if c.swap_ab == 1 { (c.block_state, c.block_head) } else { (c.block_head, c.block_state) };
+fn check_fwd_pass_state(
+    config: &KernelConfig,
+    c: &FwdPassState,
+    problem: &Problem,
+) -> Result<(), SpecError> {
+    require(config, "F01", c.chunk_size.is_multiple_of(64), || {
+        format!("CHUNK_SIZE = {}", c.chunk_size)
+    })?;
+    let (m, n) = if c.swap_ab == 1 {
+        (c.block_state, c.block_head)
+    } else {
+        (c.block_head, c.block_state)
+    };
     let warps_m = c.warps.min(m / 16);
     let warps_n = c.warps / warps_m;
-    require(config, "F02", warps_m * warps_n == c.warps && n.is_multiple_of(16 * warps_n) && m.is_multiple_of(16 * warps_m), || {
-        format!("M = {m}, N = {n}, {warps_m} x {warps_n} warps")
-    })?;
+    require(
+        config,
+        "F02",
+        warps_m * warps_n == c.warps
+            && n.is_multiple_of(16 * warps_n)
+            && m.is_multiple_of(16 * warps_m),
+        || format!("M = {m}, N = {n}, {warps_m} x {warps_n} warps"),
+    )?;
     let accumulators = m * n / (32 * c.warps);
-    require(config, "F03", accumulators <= 64, || format!("{accumulators} accumulators a thread"))?;
-    require(config, "F05", useful_block_head(c.block_head, problem.headdim), || {
-        format!("BLOCK_HEAD = {} for headdim {}", c.block_head, problem.headdim)
+    require(config, "F03", accumulators <= 64, || {
+        format!("{accumulators} accumulators a thread")
     })?;
-    require(config, "F04", not_too_wide(c.block_head, problem.headdim, 32) && not_too_wide(c.block_state, problem.dstate, 32), || {
-        format!("BLOCK_HEAD = {}, BLOCK_STATE = {} for headdim {} and dstate {}", c.block_head, c.block_state, problem.headdim, problem.dstate)
-    })
+    require(
+        config,
+        "F05",
+        useful_block_head(c.block_head, problem.headdim),
+        || {
+            format!(
+                "BLOCK_HEAD = {} for headdim {}",
+                c.block_head, problem.headdim
+            )
+        },
+    )?;
+    require(
+        config,
+        "F04",
+        not_too_wide(c.block_head, problem.headdim, 32)
+            && not_too_wide(c.block_state, problem.dstate, 32),
+        || {
+            format!(
+                "BLOCK_HEAD = {}, BLOCK_STATE = {} for headdim {} and dstate {}",
+                c.block_head, c.block_state, problem.headdim, problem.dstate
+            )
+        },
+    )
 }
 
 /// Registers compute_out needs per thread, from counting its tiles and reading ptxas reports: Y of every head, raw and scaled
@@ -153,41 +248,119 @@ fn compute_out_registers(c: &ComputeOut, problem: &Problem) -> u32 {
     // float32 holds each fragment in twice the registers, and half as many again while it splits them; copies of single elements
     // need more addresses than copies of vectors.
     let y = c.block_h * c.block_head / 2;
-    let wide = if problem.dtype == Dtype::F32 { 48 + y } else { 0 };
-    let element = if problem.alignment == Alignment::Element { 12 } else { 0 };
-    y + y / 8 + 92 + 8 * c.block_h + wide + element
+    let wide = if problem.dtype == Dtype::F32 {
+        48 + y
+    } else {
+        0
+    };
+    let element = if problem.alignment == Alignment::Element {
+        12
+    } else {
+        0
+    };
+    y + y / 8 + 96 + 8 * c.block_h + wide + element
 }
 
-fn check_compute_out(config: &KernelConfig, c: &ComputeOut, problem: &Problem) -> Result<(), SpecError> {
-    require(config, "O01", c.chunk_size.is_multiple_of(64), || format!("CHUNK_SIZE = {}", c.chunk_size))?;
-    require(config, "O02", c.chunk_size.is_multiple_of(16 * c.warps), || format!("CHUNK_SIZE = {}, WARPS = {}", c.chunk_size, c.warps))?;
-    require(config, "O03", problem.heads_per_group().is_multiple_of(c.block_h as usize), || {
-        format!("BLOCK_H = {}, {} heads a group", c.block_h, problem.heads_per_group())
+fn check_compute_out(
+    config: &KernelConfig,
+    c: &ComputeOut,
+    problem: &Problem,
+) -> Result<(), SpecError> {
+    require(config, "O01", c.chunk_size.is_multiple_of(64), || {
+        format!("CHUNK_SIZE = {}", c.chunk_size)
     })?;
+    require(
+        config,
+        "O02",
+        c.chunk_size.is_multiple_of(16 * c.warps),
+        || format!("CHUNK_SIZE = {}, WARPS = {}", c.chunk_size, c.warps),
+    )?;
+    require(
+        config,
+        "O03",
+        problem.heads_per_group().is_multiple_of(c.block_h as usize),
+        || {
+            format!(
+                "BLOCK_H = {}, {} heads a group",
+                c.block_h,
+                problem.heads_per_group()
+            )
+        },
+    )?;
     let budget = |occupancy: u32| (65536 / (occupancy * c.warps * 32) / 8 * 8).min(255);
     let (need, room) = (compute_out_registers(c, problem), budget(c.occupancy));
-    require(config, "O04", need <= room, || format!("{need} registers wanted, {room} available"))?;
-    let domain = ComputeOut::ROWS.iter().find(|r| r.name == "occupancy").expect("compute_out should have an occupancy").domain;
-    require(config, "O07", domain.iter().all(|o| *o <= c.occupancy || budget(*o) < room), || {
-        format!("OCCUPANCY = {} with {} warps", c.occupancy, c.warps)
+    require(config, "O04", need <= room, || {
+        format!("{need} registers wanted, {room} available")
     })?;
+    let domain = ComputeOut::ROWS
+        .iter()
+        .find(|r| r.name == "occupancy")
+        .expect("compute_out should have an occupancy")
+        .domain;
+    require(
+        config,
+        "O07",
+        domain
+            .iter()
+            .all(|o| *o <= c.occupancy || budget(*o) < room),
+        || format!("OCCUPANCY = {} with {} warps", c.occupancy, c.warps),
+    )?;
     // With two warps shared memory is so short that narrow tiles may be all that fits.
-    require(config, "O06", c.warps == 2 || useful_block_head(c.block_head, problem.headdim), || {
-        format!("BLOCK_HEAD = {} for headdim {}", c.block_head, problem.headdim)
+    require(
+        config,
+        "O06",
+        c.warps == 2 || useful_block_head(c.block_head, problem.headdim),
+        || {
+            format!(
+                "BLOCK_HEAD = {} for headdim {}",
+                c.block_head, problem.headdim
+            )
+        },
+    )?;
+    let narrow = problem.dtype == Dtype::F32
+        || problem.dstate.next_multiple_of(32) < problem.dstate.next_multiple_of(64);
+    require(config, "O08", c.block_state > 32 || narrow, || {
+        format!(
+            "BLOCK_STATE = {} for dstate {}",
+            c.block_state, problem.dstate
+        )
     })?;
-    let narrow = problem.dtype == Dtype::F32 || problem.dstate.next_multiple_of(32) < problem.dstate.next_multiple_of(64);
-    require(config, "O08", c.block_state > 32 || narrow, || format!("BLOCK_STATE = {} for dstate {}", c.block_state, problem.dstate))?;
-    require(config, "O05", not_too_wide(c.block_head, problem.headdim, 32) && not_too_wide(c.block_state, problem.dstate, 32), || {
-        format!("BLOCK_HEAD = {}, BLOCK_STATE = {} for headdim {} and dstate {}", c.block_head, c.block_state, problem.headdim, problem.dstate)
-    })
+    require(
+        config,
+        "O05",
+        not_too_wide(c.block_head, problem.headdim, 32)
+            && not_too_wide(c.block_state, problem.dstate, 32),
+        || {
+            format!(
+                "BLOCK_HEAD = {}, BLOCK_STATE = {} for headdim {} and dstate {}",
+                c.block_head, c.block_state, problem.headdim, problem.dstate
+            )
+        },
+    )
 }
 
 /// `whole`: segment 0, the whole sequence at once, is a choice.
-fn check_segment(config: &KernelConfig, segment: u32, problem: &Problem, whole: bool) -> Result<(), SpecError> {
-    let segments = if segment == 0 { 1 } else { problem.seqlen.div_ceil(segment as usize) };
-    require(config, "P07", if segment == 0 { whole } else { (2..=128).contains(&segments) }, || {
-        format!("segments of {segment} tokens, {} tokens", problem.seqlen)
-    })
+fn check_segment(
+    config: &KernelConfig,
+    segment: u32,
+    problem: &Problem,
+    whole: bool,
+) -> Result<(), SpecError> {
+    let segments = if segment == 0 {
+        1
+    } else {
+        problem.seqlen.div_ceil(segment as usize)
+    };
+    require(
+        config,
+        "P07",
+        if segment == 0 {
+            whole
+        } else {
+            (2..=128).contains(&segments)
+        },
+        || format!("segments of {segment} tokens, {} tokens", problem.seqlen),
+    )
 }
 
 #[allow(clippy::too_many_arguments)] // one kernel's parameters, by name
@@ -200,35 +373,59 @@ fn check_sm90(
     problem: &Problem,
     device: &DeviceFacts,
 ) -> Result<(), SpecError> {
-    require(config, "P06", device.arch.has_wgmma(), || format!("{}", device.arch))?;
-    require(config, "P01", problem.dtype != Dtype::F32, || format!("dtype {}", problem.dtype))?;
-    let padded = problem.dstate.next_multiple_of(64) as u32;
-    require(config, "P02", problem.headdim <= 64 && matches!(padded, 64 | 128 | 256), || {
-        format!("headdim {}, dstate {}", problem.headdim, problem.dstate)
+    require(config, "P06", device.arch.has_wgmma(), || {
+        format!("{}", device.arch)
     })?;
+    require(config, "P01", problem.dtype != Dtype::F32, || {
+        format!("dtype {}", problem.dtype)
+    })?;
+    let padded = problem.dstate.next_multiple_of(64) as u32;
+    require(
+        config,
+        "P02",
+        problem.headdim <= 64 && matches!(padded, 64 | 128 | 256),
+        || format!("headdim {}, dstate {}", problem.headdim, problem.dstate),
+    )?;
     let states = heads * padded / 2;
-    let need = states + if with_c { 80 + 32 * heads } else { 24 + 16 * heads };
+    let need = states
+        + if with_c {
+            80 + 32 * heads
+        } else {
+            24 + 16 * heads
+        };
     let room = sm90_consumer_registers(warpgroups, states, problem.packed.is_some());
-    require(config, "P03", need <= room, || format!("{need} registers a thread wanted, {room} available"))?;
-    require(config, "P04", problem.alignment == Alignment::Bytes16, || format!("{:?}", problem.alignment))?;
-    require(config, "P05", segment.is_multiple_of(64), || format!("SEGMENT = {segment}"))?;
+    require(config, "P03", need <= room, || {
+        format!("{need} registers a thread wanted, {room} available")
+    })?;
+    require(
+        config,
+        "P04",
+        problem.alignment == Alignment::Bytes16,
+        || format!("{:?}", problem.alignment),
+    )?;
+    require(config, "P05", segment.is_multiple_of(64), || {
+        format!("SEGMENT = {segment}")
+    })?;
     check_segment(config, segment, problem, with_c)?;
     let (group, block) = (problem.heads_per_group(), (heads * warpgroups) as usize);
-    require(config, "P08", block == 1 || 2 * group.next_multiple_of(block) <= 3 * group, || {
-        format!("{block} heads a block, {group} a group")
-    })
+    require(
+        config,
+        "P08",
+        block == 1 || 2 * group.next_multiple_of(block) <= 3 * group,
+        || format!("{block} heads a block, {group} a group"),
+    )
 }
 
 /// Registers of a consumer thread after the producer gave away its own; common/sm90_pipeline.cuh computes the same.
 fn sm90_consumer_registers(warpgroups: u32, states: u32, packed: bool) -> u32 {
     let threads = 128 * (warpgroups + 1);
-    let blocks = if warpgroups == 1 && states <= 64 { 2 } else { 1 };
-    let launch = (65536 / (blocks * threads) / 8 * 8).min(248);
-    let producer = match (packed, blocks) {
-        (false, _) => 56,
-        (true, 2) => 64,
-        (true, _) => 72,
+    let blocks = if warpgroups == 1 && states <= 64 && !packed {
+        2
+    } else {
+        1
     };
+    let launch = (65536 / (blocks * threads) / 8 * 8).min(248);
+    let producer = if packed { 72 } else { 56 };
     ((launch * threads - producer * 128) / (128 * warpgroups) / 8 * 8).min(240)
 }
 
@@ -236,7 +433,11 @@ fn sm90_consumer_registers(warpgroups: u32, states: u32, packed: bool) -> u32 {
 ///
 /// # Errors
 /// [`SpecError::Rule`] with the first rule broken, or whatever [`Problem::check`] refuses.
-pub fn check_strategy(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) -> Result<(), SpecError> {
+pub fn check_strategy(
+    config: &StrategyConfig,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Result<(), SpecError> {
     problem.check()?;
     let kernels = config.kernels();
     for kernel in &kernels {
@@ -248,38 +449,68 @@ pub fn check_strategy(config: &StrategyConfig, problem: &Problem, device: &Devic
             (c.fwd_pass_state.chunk_size, c.fwd_pass_state.layout),
             (c.compute_out.chunk_size, c.compute_out.layout),
         ],
-        StrategyConfig::Sm90Fused(c) => {
-            [c.segment_state.segment, c.segment_scan.segment, c.fused_forward.segment].map(|s| (s, 0)).to_vec()
-        }
+        StrategyConfig::Sm90Fused(c) => [
+            c.segment_state.segment,
+            c.segment_scan.segment,
+            c.fused_forward.segment,
+        ]
+        .map(|s| (s, 0))
+        .to_vec(),
     };
     let last = kernels.last().expect("a strategy should have kernels");
-    require(last, "S01", agreements.iter().all(|a| *a == agreements[0]), || format!("{agreements:?}"))
+    require(
+        last,
+        "S01",
+        agreements.iter().all(|a| *a == agreements[0]),
+        || format!("{agreements:?}"),
+    )
 }
 
 /// Checks a decode config.
 ///
 /// # Errors
 /// [`SpecError::Rule`] with the first rule broken.
-pub fn check_step_config(c: &StateUpdate, problem: &StepProblem, device: &DeviceFacts) -> Result<(), SpecError> {
+pub fn check_step_config(
+    c: &StateUpdate,
+    problem: &StepProblem,
+    device: &DeviceFacts,
+) -> Result<(), SpecError> {
     problem.check()?;
     let config = KernelConfig::StateUpdate(*c);
-    require(&config, "U01", 32u32.is_multiple_of(c.row_threads), || format!("ROW_THREADS = {}", c.row_threads))?;
-    let pass = c.warps * 32 / c.row_threads;
-    require(&config, "U02", c.block_head.is_multiple_of(pass), || format!("BLOCK_HEAD = {}, {pass} rows a pass", c.block_head))?;
-    require(&config, "U03", not_too_wide(c.block_head, problem.headdim, 4), || {
-        format!("BLOCK_HEAD = {}, headdim {}", c.block_head, problem.headdim)
+    require(&config, "U01", 32u32.is_multiple_of(c.row_threads), || {
+        format!("ROW_THREADS = {}", c.row_threads)
     })?;
+    let pass = c.warps * 32 / c.row_threads;
+    require(&config, "U02", c.block_head.is_multiple_of(pass), || {
+        format!("BLOCK_HEAD = {}, {pass} rows a pass", c.block_head)
+    })?;
+    require(
+        &config,
+        "U03",
+        not_too_wide(c.block_head, problem.headdim, 4),
+        || format!("BLOCK_HEAD = {}, headdim {}", c.block_head, problem.headdim),
+    )?;
     fits_shared_memory(&config, step_launch(c, problem, device).smem_bytes, device)
 }
 
 /// Every legal config of one kernel of the forward pass, in the fixed order of the table.
-pub fn legal_kernel_configs(kernel: Kernel, problem: &Problem, device: &DeviceFacts) -> Vec<KernelConfig> {
-    KernelConfig::space(kernel).into_iter().filter(|c| check_kernel(c, problem, device).is_ok()).collect()
+pub fn legal_kernel_configs(
+    kernel: Kernel,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Vec<KernelConfig> {
+    KernelConfig::space(kernel)
+        .into_iter()
+        .filter(|c| check_kernel(c, problem, device).is_ok())
+        .collect()
 }
 
 /// Every legal config of the decode step.
 pub fn legal_step_configs(problem: &StepProblem, device: &DeviceFacts) -> Vec<StateUpdate> {
-    StateUpdate::space().into_iter().filter(|c| check_step_config(c, problem, device).is_ok()).collect()
+    StateUpdate::space()
+        .into_iter()
+        .filter(|c| check_step_config(c, problem, device).is_ok())
+        .collect()
 }
 
 /// The untuned config for a problem: on Hopper the fused forward with enough segments to fill the GPU where that is legal, else
@@ -287,7 +518,10 @@ pub fn legal_step_configs(problem: &StepProblem, device: &DeviceFacts) -> Vec<St
 ///
 /// # Errors
 /// [`SpecError::NoConfig`] naming the sizes and the limit, if nothing fits the device.
-pub fn default_strategy(problem: &Problem, device: &DeviceFacts) -> Result<StrategyConfig, SpecError> {
+pub fn default_strategy(
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Result<StrategyConfig, SpecError> {
     check_problem_on(problem, device)?;
     match default_sm90_fused(problem, device) {
         Some(config) => Ok(config),
@@ -312,7 +546,10 @@ fn check_problem_on(problem: &Problem, device: &DeviceFacts) -> Result<(), SpecE
 ///
 /// # Errors
 /// [`SpecError::NoConfig`] naming the sizes and the limit, if nothing fits the device.
-pub fn default_three_kernel(problem: &Problem, device: &DeviceFacts) -> Result<ThreeKernelConfig, SpecError> {
+pub fn default_three_kernel(
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Result<ThreeKernelConfig, SpecError> {
     check_problem_on(problem, device)?;
     let preferred = match problem.chunk_size {
         ChunkSize::Fixed(n) => n,
@@ -330,34 +567,92 @@ pub fn default_three_kernel(problem: &Problem, device: &DeviceFacts) -> Result<T
 }
 
 /// The three kernels' configs nearest to the table's defaults for one chunk_size and layout.
-fn three_kernel_for(problem: &Problem, device: &DeviceFacts, chunk_size: u32, layout: u32) -> Option<ThreeKernelConfig> {
-    let chunk_cumsum = nearest(crate::parameters::ChunkCumsum { chunk_size, layout, ..Default::default() }, |c| {
-        (c.chunk_size, c.layout) == (chunk_size, layout) && check_kernel(&KernelConfig::ChunkCumsum(*c), problem, device).is_ok()
-    })?;
-    let fwd_pass_state = nearest(FwdPassState { chunk_size, layout, ..Default::default() }, |c| {
-        (c.chunk_size, c.layout) == (chunk_size, layout) && check_kernel(&KernelConfig::FwdPassState(*c), problem, device).is_ok()
-    })?;
-    let compute_out = nearest(ComputeOut { chunk_size, layout, ..Default::default() }, |c| {
-        (c.chunk_size, c.layout) == (chunk_size, layout) && check_kernel(&KernelConfig::ComputeOut(*c), problem, device).is_ok()
-    })?;
-    Some(ThreeKernelConfig { chunk_cumsum, fwd_pass_state, compute_out })
+fn three_kernel_for(
+    problem: &Problem,
+    device: &DeviceFacts,
+    chunk_size: u32,
+    layout: u32,
+) -> Option<ThreeKernelConfig> {
+    let chunk_cumsum = nearest(
+        crate::parameters::ChunkCumsum {
+            chunk_size,
+            layout,
+            ..Default::default()
+        },
+        |c| {
+            (c.chunk_size, c.layout) == (chunk_size, layout)
+                && check_kernel(&KernelConfig::ChunkCumsum(*c), problem, device).is_ok()
+        },
+    )?;
+    let fwd_pass_state = nearest(
+        FwdPassState {
+            chunk_size,
+            layout,
+            ..Default::default()
+        },
+        |c| {
+            (c.chunk_size, c.layout) == (chunk_size, layout)
+                && check_kernel(&KernelConfig::FwdPassState(*c), problem, device).is_ok()
+        },
+    )?;
+    let compute_out = nearest(
+        ComputeOut {
+            chunk_size,
+            layout,
+            ..Default::default()
+        },
+        |c| {
+            (c.chunk_size, c.layout) == (chunk_size, layout)
+                && check_kernel(&KernelConfig::ComputeOut(*c), problem, device).is_ok()
+        },
+    )?;
+    Some(ThreeKernelConfig {
+        chunk_cumsum,
+        fwd_pass_state,
+        compute_out,
+    })
 }
 
 /// The fused configs nearest to the table's defaults for one segment length.
-fn sm90_fused_for(problem: &Problem, device: &DeviceFacts, segment: u32) -> Option<Sm90FusedConfig> {
-    let fused_forward = nearest(Sm90FusedForward { segment, ..Default::default() }, |c| {
-        c.segment == segment && check_kernel(&KernelConfig::Sm90FusedForward(*c), problem, device).is_ok()
-    })?;
+fn sm90_fused_for(
+    problem: &Problem,
+    device: &DeviceFacts,
+    segment: u32,
+) -> Option<Sm90FusedConfig> {
+    let fused_forward = nearest(
+        Sm90FusedForward {
+            segment,
+            ..Default::default()
+        },
+        |c| {
+            c.segment == segment
+                && check_kernel(&KernelConfig::Sm90FusedForward(*c), problem, device).is_ok()
+        },
+    )?;
     let segment_scan = SegmentScan { segment };
     let segment_state = if segment == 0 {
-        Sm90SegmentState { segment, ..Default::default() }
+        Sm90SegmentState {
+            segment,
+            ..Default::default()
+        }
     } else {
         check_kernel(&KernelConfig::SegmentScan(segment_scan), problem, device).ok()?;
-        nearest(Sm90SegmentState { segment, ..Default::default() }, |c| {
-            c.segment == segment && check_kernel(&KernelConfig::Sm90SegmentState(*c), problem, device).is_ok()
-        })?
+        nearest(
+            Sm90SegmentState {
+                segment,
+                ..Default::default()
+            },
+            |c| {
+                c.segment == segment
+                    && check_kernel(&KernelConfig::Sm90SegmentState(*c), problem, device).is_ok()
+            },
+        )?
     };
-    Some(Sm90FusedConfig { segment_state, segment_scan, fused_forward })
+    Some(Sm90FusedConfig {
+        segment_state,
+        segment_scan,
+        fused_forward,
+    })
 }
 
 /// The longest segment that still gives nine blocks for ten multiprocessors, else the one with the most blocks.
@@ -366,11 +661,24 @@ fn default_sm90_fused(problem: &Problem, device: &DeviceFacts) -> Option<Strateg
         .domain
         .iter()
         .filter_map(|segment| sm90_fused_for(problem, device, *segment))
-        .map(|c| (kernel_launch(&KernelConfig::Sm90FusedForward(c.fused_forward), problem, device).work_items, c))
+        .map(|c| {
+            (
+                kernel_launch(
+                    &KernelConfig::Sm90FusedForward(c.fused_forward),
+                    problem,
+                    device,
+                )
+                .work_items,
+                c,
+            )
+        })
         .collect();
     options.sort_by_key(|(blocks, _)| *blocks);
     let enough = u64::from(device.sm_count) * 9 / 10;
-    let chosen = options.iter().find(|(blocks, _)| *blocks >= enough).or(options.last())?;
+    let chosen = options
+        .iter()
+        .find(|(blocks, _)| *blocks >= enough)
+        .or(options.last())?;
     Some(StrategyConfig::Sm90Fused(chosen.1))
 }
 
@@ -379,24 +687,49 @@ fn default_sm90_fused(problem: &Problem, device: &DeviceFacts) -> Option<Strateg
 pub fn agreement_defaults(problem: &Problem, device: &DeviceFacts) -> Vec<StrategyConfig> {
     let rows = crate::parameters::ChunkCumsum::ROWS;
     let three = rows[0].domain.iter().flat_map(|chunk_size| {
-        rows[1].domain.iter().filter_map(|layout| three_kernel_for(problem, device, *chunk_size, *layout))
+        rows[1]
+            .domain
+            .iter()
+            .filter_map(|layout| three_kernel_for(problem, device, *chunk_size, *layout))
     });
-    let fused = Sm90FusedForward::ROWS[0].domain.iter().filter_map(|segment| sm90_fused_for(problem, device, *segment));
-    three.map(StrategyConfig::ThreeKernel).chain(fused.map(StrategyConfig::Sm90Fused)).collect()
+    let fused = Sm90FusedForward::ROWS[0]
+        .domain
+        .iter()
+        .filter_map(|segment| sm90_fused_for(problem, device, *segment));
+    three
+        .map(StrategyConfig::ThreeKernel)
+        .chain(fused.map(StrategyConfig::Sm90Fused))
+        .collect()
 }
 
 /// Every legal config of `kernel` that can stand in `within` without breaking its agreement, in the fixed order of the table.
-pub fn alternatives(within: &StrategyConfig, kernel: Kernel, problem: &Problem, device: &DeviceFacts) -> Vec<KernelConfig> {
+pub fn alternatives(
+    within: &StrategyConfig,
+    kernel: Kernel,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Vec<KernelConfig> {
     KernelConfig::space(kernel)
         .into_iter()
-        .filter(|c| within.with_kernel(*c).is_some_and(|s| check_strategy(&s, problem, device).is_ok()))
+        .filter(|c| {
+            within
+                .with_kernel(*c)
+                .is_some_and(|s| check_strategy(&s, problem, device).is_ok())
+        })
         .collect()
 }
 
 /// The legal config that differs from `wanted` in the fewest parameters; the table's order breaks ties.
 fn nearest<P: Parameters>(wanted: P, legal: impl Fn(&P) -> bool) -> Option<P> {
-    let distance = |c: &P| (0..P::ROWS.len()).filter(|i| c.value(*i) != wanted.value(*i)).count();
-    P::space().into_iter().filter(|c| legal(c)).min_by_key(distance)
+    let distance = |c: &P| {
+        (0..P::ROWS.len())
+            .filter(|i| c.value(*i) != wanted.value(*i))
+            .count()
+    };
+    P::space()
+        .into_iter()
+        .filter(|c| legal(c))
+        .min_by_key(distance)
 }
 
 /// The untuned config of the decode step.
@@ -406,6 +739,13 @@ fn nearest<P: Parameters>(wanted: P, legal: impl Fn(&P) -> bool) -> Option<P> {
 pub fn default_step(problem: &StepProblem, device: &DeviceFacts) -> Result<StateUpdate, SpecError> {
     problem.check()?;
     device.arch.require_supported()?;
-    nearest(StateUpdate::default(), |c| check_step_config(c, problem, device).is_ok())
-        .ok_or_else(|| SpecError::NoConfig(format!("headdim {} and dstate {}", problem.headdim, problem.dstate)))
+    nearest(StateUpdate::default(), |c| {
+        check_step_config(c, problem, device).is_ok()
+    })
+    .ok_or_else(|| {
+        SpecError::NoConfig(format!(
+            "headdim {} and dstate {}",
+            problem.headdim, problem.dstate
+        ))
+    })
 }

@@ -2,7 +2,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::problem::{for_each_pair, parse_value, size};
-use crate::{Dtype, DKind, DtLimit, SpecError};
+use crate::{DKind, DtLimit, Dtype, SpecError};
 
 /// One decode call (mamba_ssm's `selective_state_update`): a state cache updated in place, one or a few tokens per row.
 ///
@@ -53,7 +53,13 @@ pub struct StepProblem {
 
 impl StepProblem {
     /// Plain decode: bf16 inputs, f32 state, D per head, one token, no indices.
-    pub fn new(batch: usize, nheads: usize, headdim: usize, ngroups: usize, dstate: usize) -> StepProblem {
+    pub fn new(
+        batch: usize,
+        nheads: usize,
+        headdim: usize,
+        ngroups: usize,
+        dstate: usize,
+    ) -> StepProblem {
         StepProblem {
             batch,
             tokens: 1,
@@ -94,7 +100,10 @@ impl StepProblem {
         if !self.indices && self.slots < self.batch {
             return Err(SpecError::Size {
                 name: "slots",
-                expected: format!("at least batch = {} without state_batch_indices", self.batch),
+                expected: format!(
+                    "at least batch = {} without state_batch_indices",
+                    self.batch
+                ),
                 got: self.slots.to_string(),
             });
         }
@@ -146,8 +155,19 @@ impl fmt::Display for StepProblem {
         write!(
             f,
             "b={},t={},h={},p={},g={},n={},dtype={},state={}",
-            self.batch, self.tokens, self.nheads, self.headdim, self.ngroups, self.dstate, self.dtype, self.state_dtype
+            self.batch,
+            self.tokens,
+            self.nheads,
+            self.headdim,
+            self.ngroups,
+            self.dstate,
+            self.dtype,
+            self.state_dtype
         )?;
-        if self.indices { write!(f, ",slots={}", self.slots) } else { Ok(()) }
+        if self.indices {
+            write!(f, ",slots={}", self.slots)
+        } else {
+            Ok(())
+        }
     }
 }

@@ -4,7 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::SpecError;
 use crate::parameters::{
-    ChunkCumsum, ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90FusedForward, Sm90SegmentState, StateUpdate,
+    ChunkCumsum, ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90FusedForward,
+    Sm90SegmentState, StateUpdate,
 };
 
 /// A kernel of `kernel-templates/`.
@@ -73,16 +74,21 @@ impl std::str::FromStr for Kernel {
     type Err = SpecError;
 
     fn from_str(text: &str) -> Result<Kernel, SpecError> {
-        Kernel::ALL.into_iter().find(|k| k.name() == text).ok_or_else(|| SpecError::Option {
-            key: "kernel".into(),
-            expected: format!("one of {:?}", Kernel::ALL.map(Kernel::name)),
-            got: text.into(),
-        })
+        Kernel::ALL
+            .into_iter()
+            .find(|k| k.name() == text)
+            .ok_or_else(|| SpecError::Option {
+                key: "kernel".into(),
+                expected: format!("one of {:?}", Kernel::ALL.map(Kernel::name)),
+                got: text.into(),
+            })
     }
 }
 
 /// Configs of the three kernels. `chunk_size` and `layout` agree (rule S01).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
 #[serde(deny_unknown_fields)]
 pub struct ThreeKernelConfig {
     /// First launch.
@@ -94,7 +100,9 @@ pub struct ThreeKernelConfig {
 }
 
 /// Configs of the fused Hopper forward. `segment` agrees (rule S01); with `segment` 0 only the last kernel is launched.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
 #[serde(deny_unknown_fields)]
 pub struct Sm90FusedConfig {
     /// First launch.
@@ -157,9 +165,13 @@ impl StrategyConfig {
             (StrategyConfig::ThreeKernel(c), KernelConfig::ChunkCumsum(k)) => c.chunk_cumsum = k,
             (StrategyConfig::ThreeKernel(c), KernelConfig::FwdPassState(k)) => c.fwd_pass_state = k,
             (StrategyConfig::ThreeKernel(c), KernelConfig::ComputeOut(k)) => c.compute_out = k,
-            (StrategyConfig::Sm90Fused(c), KernelConfig::Sm90SegmentState(k)) => c.segment_state = k,
+            (StrategyConfig::Sm90Fused(c), KernelConfig::Sm90SegmentState(k)) => {
+                c.segment_state = k
+            }
             (StrategyConfig::Sm90Fused(c), KernelConfig::SegmentScan(k)) => c.segment_scan = k,
-            (StrategyConfig::Sm90Fused(c), KernelConfig::Sm90FusedForward(k)) => c.fused_forward = k,
+            (StrategyConfig::Sm90Fused(c), KernelConfig::Sm90FusedForward(k)) => {
+                c.fused_forward = k
+            }
             _ => return None,
         }
         Some(self)
@@ -169,8 +181,15 @@ impl StrategyConfig {
     pub fn agreement(&self) -> String {
         match self {
             StrategyConfig::ThreeKernel(c) => {
-                let layout = ChunkCumsum::ROWS.iter().find(|r| r.name == "layout").expect("chunk_cumsum should have a layout");
-                format!("chunk_size={},layout={}", c.compute_out.chunk_size, layout.display(c.compute_out.layout))
+                let layout = ChunkCumsum::ROWS
+                    .iter()
+                    .find(|r| r.name == "layout")
+                    .expect("chunk_cumsum should have a layout");
+                format!(
+                    "chunk_size={},layout={}",
+                    c.compute_out.chunk_size,
+                    layout.display(c.compute_out.layout)
+                )
             }
             StrategyConfig::Sm90Fused(c) => format!("segment={}", c.fused_forward.segment),
         }
@@ -180,7 +199,11 @@ impl StrategyConfig {
 /// `strategy:kernel(name=value,...);kernel(...)`, for people and logs.
 impl fmt::Display for StrategyConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kernels: Vec<String> = self.kernels().iter().map(|k| format!("{}({})", k.kernel(), k.to_text())).collect();
+        let kernels: Vec<String> = self
+            .kernels()
+            .iter()
+            .map(|k| format!("{}({})", k.kernel(), k.to_text()))
+            .collect();
         write!(f, "{}:{}", self.name(), kernels.join(";"))
     }
 }
@@ -229,4 +252,12 @@ macro_rules! kernel_config {
     };
 }
 
-kernel_config!(ChunkCumsum, FwdPassState, ComputeOut, Sm90SegmentState, SegmentScan, Sm90FusedForward, StateUpdate);
+kernel_config!(
+    ChunkCumsum,
+    FwdPassState,
+    ComputeOut,
+    Sm90SegmentState,
+    SegmentScan,
+    Sm90FusedForward,
+    StateUpdate
+);

@@ -28,8 +28,16 @@ impl TensorMeta {
     /// # Panics
     /// If `shape` and `strides` differ in length or have more than four axes.
     pub fn strided(dtype: Option<Dtype>, shape: &[usize], strides: &[usize]) -> TensorMeta {
-        assert!(shape.len() <= 4 && shape.len() == strides.len(), "a tensor has at most four axes, one stride each");
-        let mut meta = TensorMeta { dtype, rank: shape.len(), shape: [1; 4], strides: [0; 4] };
+        assert!(
+            shape.len() <= 4 && shape.len() == strides.len(),
+            "a tensor has at most four axes, one stride each"
+        );
+        let mut meta = TensorMeta {
+            dtype,
+            rank: shape.len(),
+            shape: [1; 4],
+            strides: [0; 4],
+        };
         meta.shape[..shape.len()].copy_from_slice(shape);
         meta.strides[..strides.len()].copy_from_slice(strides);
         meta
@@ -55,16 +63,24 @@ impl TensorMeta {
         if self.elems() == 0 {
             return Some(0);
         }
-        self.shape().iter().zip(self.strides()).try_fold(1usize, |span, (n, stride)| {
-            span.checked_add((n - 1).checked_mul(*stride)?)
-        })
+        self.shape()
+            .iter()
+            .zip(self.strides())
+            .try_fold(1usize, |span, (n, stride)| {
+                span.checked_add((n - 1).checked_mul(*stride)?)
+            })
     }
 
     /// True if elements follow each other without gaps in row-major order.
     pub fn is_contiguous(&self) -> bool {
         let dense = TensorMeta::contiguous(self.dtype, self.shape());
         self.elems() == 0
-            || self.shape().iter().zip(self.strides()).zip(dense.strides()).all(|((n, a), b)| *n == 1 || a == b)
+            || self
+                .shape()
+                .iter()
+                .zip(self.strides())
+                .zip(dense.strides())
+                .all(|((n, a), b)| *n == 1 || a == b)
     }
 }
 
@@ -143,10 +159,22 @@ struct Expected {
 }
 
 impl Expected {
-    fn new(tensor: &'static str, axes: &'static str, shape: &[usize], dtype: Option<Dtype>) -> Expected {
+    fn new(
+        tensor: &'static str,
+        axes: &'static str,
+        shape: &[usize],
+        dtype: Option<Dtype>,
+    ) -> Expected {
         let mut padded = [1; 4];
         padded[..shape.len()].copy_from_slice(shape);
-        Expected { tensor, axes, shape: padded, rank: shape.len(), dtype, written: false }
+        Expected {
+            tensor,
+            axes,
+            shape: padded,
+            rank: shape.len(),
+            dtype,
+            written: false,
+        }
     }
 
     fn written(mut self) -> Expected {
@@ -167,13 +195,23 @@ impl Expected {
         }
         if meta.dtype != self.dtype {
             let name = |d: Option<Dtype>| d.map_or("i32", Dtype::name).to_string();
-            return Err(SpecError::Dtype { tensor: self.tensor, expected: name(self.dtype), got: name(meta.dtype) });
+            return Err(SpecError::Dtype {
+                tensor: self.tensor,
+                expected: name(self.dtype),
+                got: name(meta.dtype),
+            });
         }
         let stride = |expected| {
-            Err(SpecError::Stride { tensor: self.tensor, expected, got: meta.strides().to_vec() })
+            Err(SpecError::Stride {
+                tensor: self.tensor,
+                expected,
+                got: meta.strides().to_vec(),
+            })
         };
-        if let (Some(1..), Some(inner)) = (meta.shape().last().map(|n| *n - usize::from(*n > 0)), meta.strides().last())
-            && *inner != 1
+        if let (Some(1..), Some(inner)) = (
+            meta.shape().last().map(|n| *n - usize::from(*n > 0)),
+            meta.strides().last(),
+        ) && *inner != 1
         {
             return stride("a contiguous innermost axis (stride 1)");
         }
@@ -214,14 +252,23 @@ impl Expected {
         match got {
             Some(t) if promised => self.check(t),
             None if !promised => Ok(()),
-            _ => Err(SpecError::Presence { tensor: self.tensor, expected: word(promised), got: word(got.is_some()) }),
+            _ => Err(SpecError::Presence {
+                tensor: self.tensor,
+                expected: word(promised),
+                got: word(got.is_some()),
+            }),
         }
     }
 }
 
 fn expected_d(kind: DKind, nheads: usize, headdim: usize) -> Expected {
     match kind {
-        DKind::PerHeaddim => Expected::new("D", "[nheads, headdim]", &[nheads, headdim], Some(Dtype::F32)),
+        DKind::PerHeaddim => Expected::new(
+            "D",
+            "[nheads, headdim]",
+            &[nheads, headdim],
+            Some(Dtype::F32),
+        ),
         _ => Expected::new("D", "[nheads]", &[nheads], Some(Dtype::F32)),
     }
 }
@@ -242,21 +289,34 @@ pub fn check_forward<I: HasMeta, O: HasMeta>(
     let state = [p.sequences(), p.nheads, p.headdim, p.dstate];
     const TOKENS: &str = "[batch, seqlen, nheads, headdim]";
     const GROUP: &str = "[batch, seqlen, ngroups, dstate]";
-    let states = if p.packed.is_some() { "[sequences, nheads, headdim, dstate]" } else { "[batch, nheads, headdim, dstate]" };
+    let states = if p.packed.is_some() {
+        "[sequences, nheads, headdim, dstate]"
+    } else {
+        "[batch, nheads, headdim, dstate]"
+    };
     let float = Some(Dtype::F32);
     Expected::new("x", TOKENS, &tokens, Some(p.dtype)).check(&inputs.x)?;
-    Expected::new("dt", "[batch, seqlen, nheads]", &tokens[..3], Some(p.dt_dtype)).check(&inputs.dt)?;
+    Expected::new(
+        "dt",
+        "[batch, seqlen, nheads]",
+        &tokens[..3],
+        Some(p.dt_dtype),
+    )
+    .check(&inputs.dt)?;
     Expected::new("A", "[nheads]", &[p.nheads], float).check(&inputs.a)?;
     Expected::new("B", GROUP, &group, Some(p.dtype)).check(&inputs.b)?;
     Expected::new("C", GROUP, &group, Some(p.dtype)).check(&inputs.c)?;
     expected_d(p.d, p.nheads, p.headdim).optional(p.d != DKind::None, inputs.d.as_ref())?;
     Expected::new("z", TOKENS, &tokens, Some(p.dtype)).optional(p.z, inputs.z.as_ref())?;
-    Expected::new("dt_bias", "[nheads]", &[p.nheads], float).optional(p.dt_bias, inputs.dt_bias.as_ref())?;
+    Expected::new("dt_bias", "[nheads]", &[p.nheads], float)
+        .optional(p.dt_bias, inputs.dt_bias.as_ref())?;
     Expected::new("initial_states", states, &state, p.initial_states)
         .optional(p.initial_states.is_some(), inputs.initial_states.as_ref())?;
     Expected::new("cu_seqlens", "[sequences + 1]", &[p.sequences() + 1], None)
         .optional(p.packed.is_some(), inputs.cu_seqlens.as_ref())?;
-    Expected::new("out", TOKENS, &tokens, Some(p.dtype)).written().check(&outputs.out)?;
+    Expected::new("out", TOKENS, &tokens, Some(p.dtype))
+        .written()
+        .check(&outputs.out)?;
     Expected::new("final_states", states, &state, p.final_states)
         .written()
         .optional(p.final_states.is_some(), outputs.final_states.as_ref())?;
@@ -271,11 +331,19 @@ pub fn check_forward<I: HasMeta, O: HasMeta>(
 }
 
 /// True if x, B, C, z and out start at, and step by, multiples of 16 bytes.
-fn views_allow_16_byte_copies<I: HasMeta, O: HasMeta>(inputs: &ForwardInputs<I>, outputs: &ForwardOutputs<O>) -> bool {
-    [Some(&inputs.x), Some(&inputs.b), Some(&inputs.c), inputs.z.as_ref()]
-        .into_iter()
-        .flatten()
-        .all(is_16_byte_aligned)
+fn views_allow_16_byte_copies<I: HasMeta, O: HasMeta>(
+    inputs: &ForwardInputs<I>,
+    outputs: &ForwardOutputs<O>,
+) -> bool {
+    [
+        Some(&inputs.x),
+        Some(&inputs.b),
+        Some(&inputs.c),
+        inputs.z.as_ref(),
+    ]
+    .into_iter()
+    .flatten()
+    .all(is_16_byte_aligned)
         && is_16_byte_aligned(&outputs.out)
 }
 
@@ -284,13 +352,20 @@ fn is_16_byte_aligned<T: HasMeta>(tensor: &T) -> bool {
     let bytes = meta.dtype.map_or(4, Dtype::size_bytes);
     let outer = meta.shape().len().saturating_sub(1);
     tensor.base_address().is_multiple_of(16)
-        && meta.shape()[..outer].iter().zip(meta.strides()).all(|(n, s)| *n <= 1 || (s * bytes).is_multiple_of(16))
+        && meta.shape()[..outer]
+            .iter()
+            .zip(meta.strides())
+            .all(|(n, s)| *n <= 1 || (s * bytes).is_multiple_of(16))
 }
 
 impl<T: HasMeta> ForwardInputs<T> {
     /// The strongest [`Alignment`] that these views allow.
     pub fn alignment<O: HasMeta>(&self, outputs: &ForwardOutputs<O>) -> Alignment {
-        if views_allow_16_byte_copies(self, outputs) { Alignment::Bytes16 } else { Alignment::Element }
+        if views_allow_16_byte_copies(self, outputs) {
+            Alignment::Bytes16
+        } else {
+            Alignment::Element
+        }
     }
 }
 
@@ -302,18 +377,25 @@ pub fn check_cu_seqlens(cu_seqlens: &[i32], seqlen: usize) -> Result<(), SpecErr
     let fault = |text: String| Err(SpecError::CuSeqlens(text));
     match cu_seqlens {
         [] => return fault("expected [sequences + 1] offsets, got none".into()),
-        [first, ..] if *first != 0 => return fault(format!("expected the first offset to be 0, got {first}")),
+        [first, ..] if *first != 0 => {
+            return fault(format!("expected the first offset to be 0, got {first}"));
+        }
         _ => {}
     }
     for (i, pair) in cu_seqlens.windows(2).enumerate() {
         if pair[1] < pair[0] {
-            return fault(format!("expected non-decreasing offsets, got {} after {} at index {}", pair[1], pair[0], i + 1));
+            return fault(format!(
+                "expected non-decreasing offsets, got {} after {} at index {}",
+                pair[1],
+                pair[0],
+                i + 1
+            ));
         }
     }
     match cu_seqlens.last() {
-        Some(last) if *last as usize > seqlen => {
-            fault(format!("expected the last offset to be at most seqlen = {seqlen}, got {last}"))
-        }
+        Some(last) if *last as usize > seqlen => fault(format!(
+            "expected the last offset to be at most seqlen = {seqlen}, got {last}"
+        )),
         _ => Ok(()),
     }
 }
@@ -335,13 +417,20 @@ pub fn check_step<I: HasMeta, O: HasMeta>(
     const GROUP: &str = "[batch, tokens, ngroups, dstate]";
     let float = Some(Dtype::F32);
     Expected::new("x", TOKENS, &tokens, Some(p.dtype)).check(&inputs.x)?;
-    Expected::new("dt", "[batch, tokens, nheads]", &tokens[..3], Some(p.dt_dtype)).check(&inputs.dt)?;
+    Expected::new(
+        "dt",
+        "[batch, tokens, nheads]",
+        &tokens[..3],
+        Some(p.dt_dtype),
+    )
+    .check(&inputs.dt)?;
     Expected::new("A", "[nheads]", &[p.nheads], float).check(&inputs.a)?;
     Expected::new("B", GROUP, &group, Some(p.dtype)).check(&inputs.b)?;
     Expected::new("C", GROUP, &group, Some(p.dtype)).check(&inputs.c)?;
     expected_d(p.d, p.nheads, p.headdim).optional(p.d != DKind::None, inputs.d.as_ref())?;
     Expected::new("z", TOKENS, &tokens, Some(p.dtype)).optional(p.z, inputs.z.as_ref())?;
-    Expected::new("dt_bias", "[nheads]", &[p.nheads], float).optional(p.dt_bias, inputs.dt_bias.as_ref())?;
+    Expected::new("dt_bias", "[nheads]", &[p.nheads], float)
+        .optional(p.dt_bias, inputs.dt_bias.as_ref())?;
     Expected::new("state_batch_indices", "[batch]", &[p.batch], None)
         .optional(p.indices, inputs.state_batch_indices.as_ref())?;
     Expected::new(
@@ -352,5 +441,7 @@ pub fn check_step<I: HasMeta, O: HasMeta>(
     )
     .written()
     .check(&outputs.state)?;
-    Expected::new("out", TOKENS, &tokens, Some(p.dtype)).written().check(&outputs.out)
+    Expected::new("out", TOKENS, &tokens, Some(p.dtype))
+        .written()
+        .check(&outputs.out)
 }

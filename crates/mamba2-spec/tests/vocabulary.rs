@@ -2,11 +2,13 @@
 
 use mamba2_spec::parameters::{ComputeOut, FwdPassState, Parameters};
 use mamba2_spec::rules::{
-    RULES, agreement_defaults, alternatives, check_strategy, default_step, default_strategy, default_three_kernel,
+    RULES, agreement_defaults, alternatives, check_strategy, default_step, default_strategy,
+    default_three_kernel,
 };
 use mamba2_spec::{
-    Alignment, Arch, ChunkSize, DKind, DeviceFacts, Dtype, DtLimit, ForwardInputs, ForwardOutputs, Kernel, KernelConfig,
-    Precision, Problem, SpecError, StepProblem, StrategyConfig, TensorMeta, check_cu_seqlens, check_forward, launch,
+    Alignment, Arch, ChunkSize, DKind, DeviceFacts, DtLimit, Dtype, ForwardInputs, ForwardOutputs,
+    Kernel, KernelConfig, Precision, Problem, SpecError, StepProblem, StrategyConfig, TensorMeta,
+    check_cu_seqlens, check_forward, launch,
 };
 use proptest::prelude::*;
 
@@ -70,15 +72,33 @@ proptest! {
 
 #[test]
 fn a_config_reads_back_from_json_and_text() {
-    let config = FwdPassState { chunk_size: 256, layout: 1, swap_ab: 1, ..Default::default() };
+    let config = FwdPassState {
+        chunk_size: 256,
+        layout: 1,
+        swap_ab: 1,
+        ..Default::default()
+    };
     let json = serde_json::to_string(&config).unwrap();
     assert!(json.contains(r#""layout":"bth""#), "{json}");
     assert_eq!(serde_json::from_str::<FwdPassState>(&json).unwrap(), config);
     assert_eq!(FwdPassState::from_text(&config.to_text()).unwrap(), config);
-    assert!(serde_json::from_str::<FwdPassState>(r#"{"chunk_size": 100}"#).is_err(), "outside the domain");
-    assert!(serde_json::from_str::<FwdPassState>(r#"{"chunk": 64}"#).is_err(), "no such parameter");
+    assert!(
+        serde_json::from_str::<FwdPassState>(r#"{"chunk_size": 100}"#).is_err(),
+        "outside the domain"
+    );
+    assert!(
+        serde_json::from_str::<FwdPassState>(r#"{"chunk": 64}"#).is_err(),
+        "no such parameter"
+    );
     let missing = serde_json::from_str::<FwdPassState>(r#"{"stages": 2}"#).unwrap();
-    assert_eq!(missing, FwdPassState { stages: 2, ..Default::default() }, "what a record lacks has the default");
+    assert_eq!(
+        missing,
+        FwdPassState {
+            stages: 2,
+            ..Default::default()
+        },
+        "what a record lacks has the default"
+    );
 }
 
 #[test]
@@ -87,11 +107,26 @@ fn every_row_of_the_table_has_a_default_in_its_domain_and_a_constant_of_its_own(
         let rows = KernelConfig::rows(kernel);
         for row in rows {
             assert!(row.domain.contains(&row.default), "{kernel} {}", row.name);
-            assert!(!row.doc.is_empty() && !row.unit.is_empty(), "{kernel} {}", row.name);
-            assert_eq!(rows.iter().filter(|r| r.cuda == row.cuda).count(), 1, "{kernel} {}", row.cuda);
+            assert!(
+                !row.doc.is_empty() && !row.unit.is_empty(),
+                "{kernel} {}",
+                row.name
+            );
+            assert_eq!(
+                rows.iter().filter(|r| r.cuda == row.cuda).count(),
+                1,
+                "{kernel} {}",
+                row.cuda
+            );
         }
     }
-    assert_eq!(ComputeOut::space().len(), ComputeOut::ROWS.iter().map(|r| r.domain.len()).product::<usize>());
+    assert_eq!(
+        ComputeOut::space().len(),
+        ComputeOut::ROWS
+            .iter()
+            .map(|r| r.domain.len())
+            .product::<usize>()
+    );
 }
 
 #[test]
@@ -109,12 +144,19 @@ fn c4_a_config_fits_every_limit_of_shared_memory_or_one_message_says_what_is_mis
             for dstate in [16, 64, 128, 256, 512] {
                 for dtype in Dtype::ALL {
                     let problem = Problem::new(1, 512, 4, headdim, 1, dstate).with_dtype(dtype);
-                    let device = DeviceFacts { shared_memory_optin_bytes: limit_kib * 1024, ..DeviceFacts::assumed(Arch(86)) };
+                    let device = DeviceFacts {
+                        shared_memory_optin_bytes: limit_kib * 1024,
+                        ..DeviceFacts::assumed(Arch(86))
+                    };
                     match default_strategy(&problem, &device) {
                         Ok(config) => check_strategy(&config, &problem, &device).unwrap(),
                         Err(SpecError::NoConfig(text)) => {
                             assert!(limit_kib < 99, "{problem} should fit {limit_kib} KiB");
-                            for part in [headdim.to_string(), dstate.to_string(), (limit_kib * 1024).to_string()] {
+                            for part in [
+                                headdim.to_string(),
+                                dstate.to_string(),
+                                (limit_kib * 1024).to_string(),
+                            ] {
                                 assert!(text.contains(&part), "{text} should name {part}");
                             }
                         }
@@ -124,16 +166,36 @@ fn c4_a_config_fits_every_limit_of_shared_memory_or_one_message_says_what_is_mis
             }
         }
     }
-    let too_large = Problem::new(1, 512, 4, 512, 1, 64).check().unwrap_err().to_string();
-    assert!(too_large.contains("headdim") && too_large.contains("256"), "{too_large}");
+    let too_large = Problem::new(1, 512, 4, 512, 1, 64)
+        .check()
+        .unwrap_err()
+        .to_string();
+    assert!(
+        too_large.contains("headdim") && too_large.contains("256"),
+        "{too_large}"
+    );
 }
 
 #[test]
 fn c5_an_old_gpu_is_refused_with_both_compute_capabilities() {
     for arch in [Arch(70), Arch(75)] {
-        let error = default_strategy(&Problem::new(1, 64, 1, 64, 1, 64), &DeviceFacts::assumed(arch)).unwrap_err().to_string();
-        assert!(error.contains("8.0") && error.contains(&format!("{}.{}", arch.0 / 10, arch.0 % 10)), "{error}");
-        assert!(default_step(&StepProblem::new(1, 1, 64, 1, 64), &DeviceFacts::assumed(arch)).is_err());
+        let error = default_strategy(
+            &Problem::new(1, 64, 1, 64, 1, 64),
+            &DeviceFacts::assumed(arch),
+        )
+        .unwrap_err()
+        .to_string();
+        assert!(
+            error.contains("8.0") && error.contains(&format!("{}.{}", arch.0 / 10, arch.0 % 10)),
+            "{error}"
+        );
+        assert!(
+            default_step(
+                &StepProblem::new(1, 1, 64, 1, 64),
+                &DeviceFacts::assumed(arch)
+            )
+            .is_err()
+        );
     }
 }
 
@@ -141,13 +203,25 @@ fn c5_an_old_gpu_is_refused_with_both_compute_capabilities() {
 fn a_fixed_chunk_size_is_kept_or_refused_by_name() {
     let device = DeviceFacts::assumed(Arch(90));
     for chunk_size in [64, 128, 256] {
-        let problem = Problem { chunk_size: ChunkSize::Fixed(chunk_size), ..Problem::new(1, 512, 4, 64, 1, 128) };
-        assert_eq!(default_strategy(&problem, &device).unwrap().chunk_size(), chunk_size);
+        let problem = Problem {
+            chunk_size: ChunkSize::Fixed(chunk_size),
+            ..Problem::new(1, 512, 4, 64, 1, 128)
+        };
+        assert_eq!(
+            default_strategy(&problem, &device).unwrap().chunk_size(),
+            chunk_size
+        );
     }
     for chunk_size in [1, 40, 50, 4096] {
-        let problem = Problem { chunk_size: ChunkSize::Fixed(chunk_size), ..Problem::new(1, 512, 4, 64, 1, 128) };
+        let problem = Problem {
+            chunk_size: ChunkSize::Fixed(chunk_size),
+            ..Problem::new(1, 512, 4, 64, 1, 128)
+        };
         let error = default_strategy(&problem, &device).unwrap_err().to_string();
-        assert!(error.contains("64, 128 or 256") && error.contains(&chunk_size.to_string()), "{error}");
+        assert!(
+            error.contains("64, 128 or 256") && error.contains(&chunk_size.to_string()),
+            "{error}"
+        );
     }
 }
 
@@ -158,9 +232,18 @@ fn the_default_on_hopper_keeps_states_on_the_chip_and_its_workspace_small() {
     let config = default_strategy(&problem, &device).unwrap();
     let plan = launch::plan(&config, &problem, &device);
     assert!(matches!(config, StrategyConfig::Sm90Fused(_)), "{config}");
-    assert!(plan.workspace.total_bytes < 16 << 20, "{}", plan.workspace.total_bytes);
+    assert!(
+        plan.workspace.total_bytes < 16 << 20,
+        "{}",
+        plan.workspace.total_bytes
+    );
     let three = StrategyConfig::ThreeKernel(default_three_kernel(&problem, &device).unwrap());
-    assert!(launch::plan(&three, &problem, &device).workspace.total_bytes > 64 << 20);
+    assert!(
+        launch::plan(&three, &problem, &device)
+            .workspace
+            .total_bytes
+            > 64 << 20
+    );
 }
 
 #[test]
@@ -168,14 +251,26 @@ fn alternatives_keep_what_the_kernels_agree_on() {
     let device = DeviceFacts::assumed(Arch(90));
     let problem = Problem::new(2, 4096, 8, 64, 1, 128);
     let starts = agreement_defaults(&problem, &device);
-    assert!(starts.iter().any(|s| matches!(s, StrategyConfig::ThreeKernel(_))));
-    assert!(starts.iter().any(|s| matches!(s, StrategyConfig::Sm90Fused(_))));
+    assert!(
+        starts
+            .iter()
+            .any(|s| matches!(s, StrategyConfig::ThreeKernel(_)))
+    );
+    assert!(
+        starts
+            .iter()
+            .any(|s| matches!(s, StrategyConfig::Sm90Fused(_)))
+    );
     for start in starts {
         check_strategy(&start, &problem, &device).unwrap();
         for kernel in start.kernels() {
             let others = alternatives(&start, kernel.kernel(), &problem, &device);
             assert!(others.contains(&kernel));
-            assert!(others.iter().all(|c| start.with_kernel(*c).unwrap().agreement() == start.agreement()));
+            assert!(
+                others
+                    .iter()
+                    .all(|c| start.with_kernel(*c).unwrap().agreement() == start.agreement())
+            );
         }
     }
 }
@@ -183,15 +278,26 @@ fn alternatives_keep_what_the_kernels_agree_on() {
 #[test]
 fn no_grid_overflows_and_nothing_is_launched_for_nothing() {
     let device = DeviceFacts::assumed(Arch(90));
-    for shape in ["b=70000,l=64,h=64,p=64,g=1,n=128", "b=1,l=2000000000,h=1,p=64,g=1,n=64", "b=0,l=64,h=4,p=64,g=1,n=64", "b=4,l=0,h=4,p=64,g=1,n=64"] {
+    for shape in [
+        "b=70000,l=64,h=64,p=64,g=1,n=128",
+        "b=1,l=2000000000,h=1,p=64,g=1,n=64",
+        "b=0,l=64,h=4,p=64,g=1,n=64",
+        "b=4,l=0,h=4,p=64,g=1,n=64",
+    ] {
         let problem: Problem = shape.parse().unwrap();
         for config in agreement_defaults(&problem, &device) {
             let plan = launch::plan(&config, &problem, &device);
             for l in &plan.launches {
-                assert!(u64::from(l.grid) <= l.work_items && (l.grid > 0 || l.work_items == 0), "{shape} {l:?}");
+                assert!(
+                    u64::from(l.grid) <= l.work_items && (l.grid > 0 || l.work_items == 0),
+                    "{shape} {l:?}"
+                );
             }
             let states = plan.launches.last().map_or(0, |l| l.work_items);
-            assert!(problem.batch > 0 || states == 0, "{shape}: an empty batch launches nothing");
+            assert!(
+                problem.batch > 0 || states == 0,
+                "{shape}: an empty batch launches nothing"
+            );
         }
     }
 }
@@ -215,7 +321,10 @@ fn metas(problem: &Problem) -> (ForwardInputs<TensorMeta>, ForwardOutputs<Tensor
             initial_states: p.initial_states.map(|d| t(d, &state)),
             cu_seqlens: p.packed.map(|n| TensorMeta::contiguous(None, &[n + 1])),
         },
-        ForwardOutputs { out: t(p.dtype, &tokens), final_states: p.final_states.map(|d| t(d, &state)) },
+        ForwardOutputs {
+            out: t(p.dtype, &tokens),
+            final_states: p.final_states.map(|d| t(d, &state)),
+        },
     )
 }
 
@@ -225,37 +334,109 @@ fn a2_a_wrong_tensor_is_named_with_what_was_expected_and_what_came() {
     let (good, outputs) = metas(&problem);
     check_forward(&problem, &good, &outputs).unwrap();
     let says = |inputs: ForwardInputs<TensorMeta>, parts: &[&str]| {
-        let text = check_forward(&problem, &inputs, &outputs).unwrap_err().to_string();
+        let text = check_forward(&problem, &inputs, &outputs)
+            .unwrap_err()
+            .to_string();
         for part in parts {
             assert!(text.contains(part), "{text} should say {part}");
         }
     };
     let b = TensorMeta::contiguous(Some(Dtype::Bf16), &[2, 4096, 1, 64]);
-    says(ForwardInputs { b, ..good.clone() }, &["B: expected [batch, seqlen, ngroups, dstate] = [2, 4096, 1, 128], got [2, 4096, 1, 64]"]);
+    says(
+        ForwardInputs { b, ..good.clone() },
+        &["B: expected [batch, seqlen, ngroups, dstate] = [2, 4096, 1, 128], got [2, 4096, 1, 64]"],
+    );
     let x = TensorMeta::contiguous(Some(Dtype::F16), &[2, 4096, 8, 64]);
-    says(ForwardInputs { x, ..good.clone() }, &["x: expected dtype bf16, got f16"]);
-    let c = TensorMeta::strided(Some(Dtype::Bf16), &[2, 4096, 1, 128], &[4096 * 256, 256, 256, 2]);
-    says(ForwardInputs { c, ..good.clone() }, &["C: expected a contiguous innermost axis"]);
-    says(ForwardInputs { d: None, ..good.clone() }, &["D: the problem says it is present"]);
-    says(ForwardInputs { z: Some(good.x), ..good.clone() }, &["z: the problem says it is absent"]);
+    says(
+        ForwardInputs { x, ..good.clone() },
+        &["x: expected dtype bf16, got f16"],
+    );
+    let c = TensorMeta::strided(
+        Some(Dtype::Bf16),
+        &[2, 4096, 1, 128],
+        &[4096 * 256, 256, 256, 2],
+    );
+    says(
+        ForwardInputs { c, ..good.clone() },
+        &["C: expected a contiguous innermost axis"],
+    );
+    says(
+        ForwardInputs {
+            d: None,
+            ..good.clone()
+        },
+        &["D: the problem says it is present"],
+    );
+    says(
+        ForwardInputs {
+            z: Some(good.x),
+            ..good.clone()
+        },
+        &["z: the problem says it is absent"],
+    );
     let overlapping = TensorMeta::strided(Some(Dtype::Bf16), &[2, 4096, 8, 64], &[0, 512, 64, 1]);
-    let text = check_forward(&problem, &good, &ForwardOutputs { out: overlapping, ..outputs.clone() }).unwrap_err().to_string();
-    assert!(text.contains("out: expected an output whose elements do not overlap"), "{text}");
+    let text = check_forward(
+        &problem,
+        &good,
+        &ForwardOutputs {
+            out: overlapping,
+            ..outputs.clone()
+        },
+    )
+    .unwrap_err()
+    .to_string();
+    assert!(
+        text.contains("out: expected an output whose elements do not overlap"),
+        "{text}"
+    );
 }
 
 #[test]
 fn a1_packed_states_and_offsets_have_one_form() {
-    let problem = Problem { packed: Some(3), ..Problem::new(1, 200, 4, 64, 1, 64) };
+    let problem = Problem {
+        packed: Some(3),
+        ..Problem::new(1, 200, 4, 64, 1, 64)
+    };
     let (good, outputs) = metas(&problem);
     check_forward(&problem, &good, &outputs).unwrap();
     let batch_form = Some(TensorMeta::contiguous(Some(Dtype::F32), &[1, 4, 64, 64]));
-    let text = check_forward(&problem, &ForwardInputs { initial_states: batch_form, ..good.clone() }, &outputs).unwrap_err().to_string();
-    assert!(text.contains("[sequences, nheads, headdim, dstate] = [3, 4, 64, 64], got [1, 4, 64, 64]"), "{text}");
-    let text = check_forward(&problem, &ForwardInputs { cu_seqlens: None, ..good }, &outputs).unwrap_err().to_string();
+    let text = check_forward(
+        &problem,
+        &ForwardInputs {
+            initial_states: batch_form,
+            ..good.clone()
+        },
+        &outputs,
+    )
+    .unwrap_err()
+    .to_string();
+    assert!(
+        text.contains("[sequences, nheads, headdim, dstate] = [3, 4, 64, 64], got [1, 4, 64, 64]"),
+        "{text}"
+    );
+    let text = check_forward(
+        &problem,
+        &ForwardInputs {
+            cu_seqlens: None,
+            ..good
+        },
+        &outputs,
+    )
+    .unwrap_err()
+    .to_string();
     assert!(text.contains("cu_seqlens"), "{text}");
     assert!(check_cu_seqlens(&[0, 10, 10, 200], 200).is_ok());
-    assert!(check_cu_seqlens(&[0, 10, 10, 150], 200).is_ok(), "a padded tail");
-    for (offsets, part) in [(&[10, 20][..], "first offset"), (&[0, 20, 10], "non-decreasing"), (&[0, 201], "at most seqlen"), (&[], "none"), (&[0, -5], "non-decreasing")] {
+    assert!(
+        check_cu_seqlens(&[0, 10, 10, 150], 200).is_ok(),
+        "a padded tail"
+    );
+    for (offsets, part) in [
+        (&[10, 20][..], "first offset"),
+        (&[0, 20, 10], "non-decreasing"),
+        (&[0, 201], "at most seqlen"),
+        (&[], "none"),
+        (&[0, -5], "non-decreasing"),
+    ] {
         let text = check_cu_seqlens(offsets, 200).unwrap_err().to_string();
         assert!(text.contains(part), "{offsets:?}: {text}");
     }
@@ -264,27 +445,65 @@ fn a1_packed_states_and_offsets_have_one_form() {
 #[test]
 fn nan_limits_and_uneven_groups_are_refused_by_name() {
     let mut problem = Problem::new(1, 8, 15, 8, 4, 8);
-    assert!(problem.check().unwrap_err().to_string().contains("multiple of ngroups = 4"));
+    assert!(
+        problem
+            .check()
+            .unwrap_err()
+            .to_string()
+            .contains("multiple of ngroups = 4")
+    );
     problem.nheads = 16;
-    problem.dt_limit = DtLimit { min: f32::NAN, max: 1.0 };
-    assert!(problem.check().unwrap_err().to_string().contains("dt_limit"));
+    problem.dt_limit = DtLimit {
+        min: f32::NAN,
+        max: 1.0,
+    };
+    assert!(
+        problem
+            .check()
+            .unwrap_err()
+            .to_string()
+            .contains("dt_limit")
+    );
     problem.dt_limit = DtLimit { min: 1.0, max: 0.0 };
     assert!(problem.check().is_err());
-    assert!("b=1,l=8,h=4,p=8,g=1".parse::<Problem>().unwrap_err().to_string().contains('n'));
-    assert!("b=1,l=8,h=4,p=8,g=1,n=8,colour=1".parse::<Problem>().unwrap_err().to_string().contains("colour"));
+    assert!(
+        "b=1,l=8,h=4,p=8,g=1"
+            .parse::<Problem>()
+            .unwrap_err()
+            .to_string()
+            .contains('n')
+    );
+    assert!(
+        "b=1,l=8,h=4,p=8,g=1,n=8,colour=1"
+            .parse::<Problem>()
+            .unwrap_err()
+            .to_string()
+            .contains("colour")
+    );
 }
 
 #[test]
 fn the_search_of_a_shape_is_exhaustive_and_still_a_matter_of_minutes() {
     let device = DeviceFacts::assumed(Arch(90));
-    for shape in ["b=4,l=16384,h=8,p=64,g=1,n=128", "b=2,l=257,h=4,p=64,g=1,n=128", "b=1,l=8192,h=128,p=80,g=8,n=128", "b=1,l=256,h=4,p=64,g=1,n=256,dtype=f32"] {
+    for shape in [
+        "b=4,l=16384,h=8,p=64,g=1,n=128",
+        "b=2,l=257,h=4,p=64,g=1,n=128",
+        "b=1,l=8192,h=128,p=80,g=8,n=128",
+        "b=1,l=256,h=4,p=64,g=1,n=256,dtype=f32",
+    ] {
         let problem: Problem = shape.parse().unwrap();
         let counts: Vec<(Kernel, usize)> = Kernel::ALL
             .into_iter()
             .filter(|k| *k != Kernel::StateUpdate)
             .map(|k| {
                 let starts = agreement_defaults(&problem, &device);
-                (k, starts.iter().map(|s| alternatives(s, k, &problem, &device).len()).sum())
+                (
+                    k,
+                    starts
+                        .iter()
+                        .map(|s| alternatives(s, k, &problem, &device).len())
+                        .sum(),
+                )
             })
             .collect();
         let all: usize = counts.iter().map(|(_, n)| n).sum();

@@ -121,7 +121,10 @@ pub fn test() -> Result<(), String> {
     });
     steps.cargo("format", FMT)?;
     steps.cargo("lints", CLIPPY)?;
-    steps.cargo("tests and documentation examples", &["test", "--workspace", "--no-fail-fast"])?;
+    steps.cargo(
+        "tests and documentation examples",
+        &["test", "--workspace", "--no-fail-fast"],
+    )?;
     steps
         .environment
         .push(("RUSTDOCFLAGS", "-D warnings".into()));

@@ -197,7 +197,10 @@ impl Nvrtc {
 }
 
 /// The oldest NVRTC known to have a cache of its own and the option against it.
-const FIRST_WITH_A_CACHE: NvrtcVersion = NvrtcVersion { major: 13, minor: 0 };
+const FIRST_WITH_A_CACHE: NvrtcVersion = NvrtcVersion {
+    major: 13,
+    minor: 0,
+};
 
 /// Registers of a multiprocessor, on every architecture since Maxwell.
 const REGISTERS: u32 = 65536;
