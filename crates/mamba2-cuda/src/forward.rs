@@ -150,6 +150,7 @@ impl LoadedForward {
         workspace: &DeviceBuffer,
     ) -> Result<(), CudaError> {
         let args = self.args(stream, inputs, outputs, workspace)?;
+        let _bound = self.device.bind()?;
         let maps = self.tensor_maps(inputs)?;
         self.launch(stream, args, &maps, 0..self.kernels.len())
     }
@@ -174,10 +175,12 @@ impl LoadedForward {
             });
         }
         let args = self.args(stream, inputs, outputs, workspace)?;
+        let _bound = self.device.bind()?;
         let maps = self.tensor_maps(inputs)?;
         self.launch(stream, args, &maps, index..index + 1)
     }
 
+    /// Enqueues some of the kernels. The device's context must be current.
     fn launch(
         &self,
         stream: &Stream,
@@ -185,7 +188,6 @@ impl LoadedForward {
         maps: &TensorMaps,
         which: std::ops::Range<usize>,
     ) -> Result<(), CudaError> {
-        let _bound = self.device.bind()?;
         for kernel in &self.kernels[which] {
             args.work_items = kernel.launch.work_items as i64;
             let maps = kernel.launch.kernel.takes_tensor_maps().then_some(maps);
@@ -215,12 +217,11 @@ impl LoadedForward {
         used && self.problem.packed.is_none() && inputs.x.meta().elems() > 0
     }
 
-    /// The tensor maps of this call, empty if no kernel copies by them.
+    /// The tensor maps of this call, empty if no kernel copies by them. The device's context must be current.
     fn tensor_maps(&self, inputs: &ForwardInputs<DeviceTensor>) -> Result<TensorMaps, CudaError> {
         if !self.uses_tensor_maps(inputs) {
             return Ok(TensorMaps::default());
         }
-        let _bound = self.device.bind()?;
         Ok(TensorMaps {
             x: TensorMap::of(&inputs.x)?,
             b: TensorMap::of(&inputs.b)?,
