@@ -293,7 +293,7 @@ parameter_table! {
         /// 1: as many blocks as fit the GPU, each looping over work; 0: one block a tile.
         persistent: PERSISTENT = 0 in [0, 1] unit "flag";
         /// Blocks per multiprocessor that the compiler makes room for.
-        occupancy: OCCUPANCY = 2 in [1, 2, 3] unit "blocks";
+        occupancy: OCCUPANCY = 2 in [1, 2] unit "blocks";
         /// Shared-memory tiles in flight.
         stages: STAGES = 3 in [2, 3] unit "tiles";
         /// Warps per block; each owns 16 rows of the chunk. 2 only where the C rows of 4 do not fit shared memory.

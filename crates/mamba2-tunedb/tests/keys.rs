@@ -276,7 +276,7 @@ fn p6_a_far_key_falls_to_the_default_and_the_distance_is_told() {
 fn the_nearest_record_wins_and_the_larger_problem_breaks_ties() {
     let (_dir, cache, db) = database();
     db.commit(
-        &[record(1, 2048, 1), record(1, 8192, 2), record(1, 6000, 16)],
+        &[record(1, 2048, 1), record(1, 8192, 2), record(1, 6000, 4)],
         &[],
         DEFAULT_WAIT,
     )

@@ -70,11 +70,11 @@ fn tiers_speak_in_the_order_of_the_design() {
     );
     assert_eq!(
         of(
-            &build(true, Mode::Pinned(config(&problem(4, 4096), 16))),
+            &build(true, Mode::Pinned(config(&problem(4, 4096), 4))),
             4,
             4096
         ),
-        (Tier::Override, 16)
+        (Tier::Override, 4)
     );
     let pinned = Ladder::builder()
         .cache(&cache)
@@ -126,7 +126,7 @@ fn what_a_process_learned_answers_without_any_directory() {
         ladder.look_up(&problem(2, 333), &device()).unwrap().tier,
         Tier::Default
     );
-    ladder.learn(record(2, 333, 16));
+    ladder.learn(record(2, 333, 4));
     assert_eq!(
         ladder.look_up(&problem(2, 333), &device()).unwrap().tier,
         Tier::Local

@@ -285,13 +285,13 @@ fn a_clock_that_goes_back_does_not_keep_the_older_record() {
     // The same through a part file, while another process has the store.
     let store = db.open_store(DEFAULT_WAIT).unwrap();
     let committed = db
-        .commit(&[dated(16, 500)], &[], std::time::Duration::ZERO)
+        .commit(&[dated(4, 500)], &[], std::time::Duration::ZERO)
         .unwrap();
     assert!(matches!(committed, mamba2_tunedb::Committed::Part(_)));
-    assert_eq!(block_h(&look_up(&cache).config), 16);
+    assert_eq!(block_h(&look_up(&cache).config), 4);
     drop(store);
     drop(db.open_store(DEFAULT_WAIT).unwrap());
-    assert_eq!(block_h(&look_up(&cache).config), 16);
+    assert_eq!(block_h(&look_up(&cache).config), 4);
 }
 
 #[test]

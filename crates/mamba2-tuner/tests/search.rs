@@ -692,7 +692,7 @@ fn the_decode_step_is_tuned_like_any_other_kernel() {
 #[test]
 fn a_strategy_measured_end_to_end_competes_with_the_assembled_ones() {
     let executor = scripted(vec![rule(
-        "three_kernel:chunk_cumsum(chunk_size=256,layout=bth,block_h=16)",
+        "three_kernel:chunk_cumsum(chunk_size=256,layout=bth,block_h=8)",
         Act::Takes(1.0),
     )]);
     let mut space = space(&executor);
@@ -701,7 +701,7 @@ fn a_strategy_measured_end_to_end_competes_with_the_assembled_ones() {
         executor.device(),
     )
     .unwrap();
-    (config.chunk_cumsum.layout, config.chunk_cumsum.block_h) = (1, 16);
+    (config.chunk_cumsum.layout, config.chunk_cumsum.block_h) = (1, 8);
     (config.fwd_pass_state.layout, config.compute_out.layout) = (1, 1);
     let fused = Candidate::Strategy(StrategyConfig::ThreeKernel(config));
     space
