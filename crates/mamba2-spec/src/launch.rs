@@ -89,7 +89,6 @@ fn chunk_cumsum_launch(c: &ChunkCumsum, problem: &Problem) -> KernelLaunch {
     launch(Kernel::ChunkCumsum, items, items, 32 * c.block_h, 0)
 }
 
-/// One warp a head scans in registers; the tile in shared memory only reorders the stores of layout bth.
 fn fwd_pass_state_launch(c: &FwdPassState, problem: &Problem) -> KernelLaunch {
     let elem = problem.dtype.size_bytes();
     let ring = c.stages as usize
