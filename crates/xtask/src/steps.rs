@@ -39,10 +39,6 @@ impl Steps {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut command = Command::new(cargo);
         command.args(arguments);
-        self.command(name, command)
-    }
-
-    fn command(&mut self, name: &'static str, mut command: Command) -> Result<(), String> {
         println!("xtask: {name}");
         let start = Instant::now();
         let status = command
@@ -91,10 +87,12 @@ fn steps_with_nvrtc() -> Result<Option<Steps>, String> {
     }
 }
 
+/// Through cargo and not by this executable's path: `cargo test --workspace` may have linked xtask anew, and then the file
+/// that this process was started from is gone.
+const GATE: &[&str] = &["run", "--quiet", "--package", "xtask", "--", "gate-here"];
+
 fn gate_step(steps: &mut Steps) -> Result<(), String> {
-    let mut command = Command::new(std::env::current_exe().map_err(|e| e.to_string())?);
-    command.arg("gate-here");
-    steps.command("every kernel for every architecture", command)
+    steps.cargo("every kernel for every architecture", GATE)
 }
 
 const FMT: &[&str] = &["fmt", "--all", "--check"];
