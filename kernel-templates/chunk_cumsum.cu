@@ -3,6 +3,8 @@
 //   da_cumsum[c, h, l]    = G_l = sum_{k <= l} A_h log2(e) dt_out[c, h, k]          float32, log2 units; for float32 inputs two
 //                           numbers, high and low (the low ones follow all high ones), so that differences keep their digits
 //   state_weight[c, h, l] = dt_out[c, h, l] * exp2(G_last - G_l)                    the weight of token l in the chunk's state
+//                           bf16 inputs: as high + low bf16 numbers of a pair of tokens, the high ones at the even token's place and the
+//                           low ones at the odd one's: x * high + x * low rounds once, in two instructions a pair of elements
 //
 // Grid   slots * ceil(nheads / BLOCK_H) blocks, heads fastest; blocks loop if that exceeds the grid limit
 // Block  BLOCK_H warps; warp w scans head w of the block, each lane CHUNK_SIZE / 32 consecutive tokens
@@ -81,8 +83,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chunk_cumsum(const __gr
       args.dt_out[at] = dt;
       args.da_cumsum[at] = gt;
       if (X_DTYPE == 2) args.da_cumsum[low_offset(args) + at] = low;
-      const float rest = (g_tile[h][CHUNK_SIZE - 1] - gt) + (low_tile[h][CHUNK_SIZE - 1] - low);
-      args.state_weight[at] = dt * ex2_approx(fminf(rest, 0.f));
+      const auto weight = [&](int l) {
+        const float rest = (g_tile[h][CHUNK_SIZE - 1] - g_tile[h][l]) + (low_tile[h][CHUNK_SIZE - 1] - low_tile[h][l]);
+        return dt_tile[h][l] * ex2_approx(fminf(rest, 0.f));
+      };
+      if constexpr (X_DTYPE == 0) {
+        const float even = weight(token & ~1), odd = weight(token | 1);
+        const Pair<bf16> high = pack<bf16>(even, odd);
+        const float2 kept = unpack(high);
+        args.state_weight[at] = __uint_as_float(token % 2 == 0 ? high.bits : pack<bf16>(even - kept.x, odd - kept.y).bits);
+      } else {
+        args.state_weight[at] = weight(token);
+      }
     }
     __syncthreads();
   }

@@ -120,7 +120,7 @@ __device__ __forceinline__ void accumulate(float (&acc)[MT][NT][4], const unsign
   constexpr int M_LD = SWAP_AB ? B_LD : X_LD, N_LD = SWAP_AB ? X_LD : B_LD;
 #pragma unroll K_UNROLL
   for (int k = 0; k < TILE_TOKENS; k += 16) {
-    const float2 even = *reinterpret_cast<const float2*>(w + k + lane_column());
+    const float2 even = *reinterpret_cast<const float2*>(w + k + lane_column());  // bf16: high and low numbers of both tokens
     const float2 odd = *reinterpret_cast<const float2*>(w + k + 8 + lane_column());
     FragmentA<X> a[MT];
 #pragma unroll

@@ -25,15 +25,11 @@ static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + WARPGROUPS * H_BYTES == SM
 
 // D [64 x 64] (+)= the [64][K] boxes at `a` times the [64][K] boxes at `b` transposed, K = dstate.
 __device__ __forceinline__ void start_product_over_dstate(float (&d)[32], const unsigned char* a, const unsigned char* b) {
-  const WgmmaDescriptor da(smem_address(a), 0), db(smem_address(b), 0);
+  const WgmmaDescriptor<128> da(smem_address(a), 0), db(smem_address(b), 0);
 #pragma unroll
   for (int k = 0; k < DSTATE_PADDED / 16; ++k) {
     const unsigned offset = k / 4 * BOX_BYTES + k % 4 * 32;
-    if constexpr (X_DTYPE == 0) {
-      wgmma_m64n64k16_bf16_ss<0>(d, da.at(offset), db.at(offset), k > 0);
-    } else {
-      wgmma_m64n64k16_f16_ss<0>(d, da.at(offset), db.at(offset), k > 0);
-    }
+    multiply_tiles<0, 0>(d, da.at(offset), db.at(offset), k > 0);
   }
 }
 
@@ -48,37 +44,6 @@ __device__ __forceinline__ void store_state_tile(unsigned char* boxes, const flo
     const float* v = state + t * 4;
     stmatrix_x4(base + unit / 8 * BOX_BYTES + swizzled(row, unit % 8), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits,
                 pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
-  }
-}
-
-// S = exp2(G_i - G_j) dt_j (C B^T), zero above the diagonal, as operand A. Above the diagonal the exponent may be large and positive:
-// those elements are selected away, not multiplied.
-__device__ __forceinline__ void decay_scores(FragmentA<X> (&a)[4], const float (&s)[32], const Vectors& v) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int row = warp * 16 + lane / 4;
-  const float g_row[2] = {v.g[row], v.g[row + 8]};
-  float2 gd[8];
-#pragma unroll
-  for (int t = 0; t < 8; ++t) gd[t] = *reinterpret_cast<const float2*>(v.gd() + t * 8 + lane % 4 * 2);
-  // 16 tokens at a time: eight independent exponentials between two branches hide their own latency.
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    if (k > warp) {
-      a[k] = {};
-      continue;
-    }
-    float e[8];  // as s[8 k ..]
-#pragma unroll
-    for (int i = 0; i < 8; ++i) e[i] = s[8 * k + i] * ex2_approx(g_row[i / 2 % 2] - (i % 2 ? gd[2 * k + i / 4].y : gd[2 * k + i / 4].x));
-    if (k == warp) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int below = lane / 4 + i / 2 % 2 * 8 - (i / 4 * 8 + lane % 4 * 2 + i % 2);
-        e[i] = below >= 0 ? e[i] : 0.f;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[k].pair[i] = pack<X>(e[2 * i], e[2 * i + 1]);
   }
 }
 
@@ -121,7 +86,7 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
                 pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
   }
   __syncwarp();
-  const int rows_left = head < s.head_end ? valid - warp * 16 - lane / 8 : 0;
+  const int rows_left = head < end_head(s) ? valid - warp * 16 - lane / 8 : 0;
   const unsigned char* from = x_box + (warp * 16 + lane / 8) * 128;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -130,10 +95,10 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
       if (HEADDIM == 64) {
         *reinterpret_cast<uint4*>(out) = v;
       } else {
-        const X* e = reinterpret_cast<const X*>(&v);
+        const unsigned words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-          if (lane % 8 * 8 + j < HEADDIM) out[j] = e[j];
+          if (lane % 8 * 8 + j < HEADDIM) out[j] = {static_cast<unsigned short>(words[j / 2] >> 16 * (j % 2))};
       }
     }
     out += 4 * args.out_strides.token;
@@ -146,7 +111,7 @@ __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const 
   for (int i = 0; i < STATE_REGISTERS; i += 2) {
     const int p = state_p(i), n = state_n(i);
     float2 v = make_float2(0.f, 0.f);
-    if (head < s.head_end && p < HEADDIM && s.tokens >= 0) {
+    if (head < end_head(s) && p < HEADDIM && s.tokens >= 0) {
       if (s.index > 0) {
         if (n < STATES_ROW) v = *reinterpret_cast<const float2*>(from + p * STATES_ROW + n);
       } else if constexpr (INITIAL_DTYPE >= 0) {
@@ -162,7 +127,7 @@ __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const 
 
 __device__ __forceinline__ void store_final_state(const ForwardArgs& args, const Segment& s, int head, const float (&state)[STATE_REGISTERS]) {
   if constexpr (FINAL_DTYPE >= 0) {
-    if (head >= s.head_end) return;
+    if (head >= end_head(s)) return;
 #pragma unroll
     for (int i = 0; i < STATE_REGISTERS; ++i) {
       const int p = state_p(i), n = state_n(i);
@@ -177,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
-  const Segment s = locate_segment(args, blockIdx.x);
+  const Segment s = locate_segment<HEAD_BLOCKS_PER_GROUP>(args, blockIdx.x);
   if (s.tokens < 0) return;
   barriers.init();
   __syncthreads();
@@ -192,14 +157,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     unsigned char* h_boxes = ring + STAGES * STAGE_BYTES + consumer * H_BYTES;
     float state[HEADS][STATE_REGISTERS];
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h) load_start_state(args, s, s.head0 + consumer * HEADS + h, state[h]);
+    for (int h = 0; h < HEADS; ++h) load_start_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     X* out = static_cast<X*>(args.out) + s.row * args.out_strides.batch + (s.first + warp * 16 + lane / 8) * args.out_strides.token +
-             (s.head0 + consumer * HEADS) * args.out_strides.head + lane % 8 * 8;
+             (first_head(s) + consumer * HEADS) * args.out_strides.head + lane % 8 * 8;
 
     const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-    RingPosition at, next;
+    RingPosition<STAGES> at, next;
     float scores[32];  // raw C B^T of the chunk, 64 rows x 64 tokens
     // Waits for a chunk and starts its C B^T, which needs no state: it runs under the end of the chunk before. Past the last chunk it
     // repeats that chunk's, unused: ptxas keeps wgmma asynchronous only where every path starts and waits for the same ones.
@@ -229,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
         bar_sync(barrier, 128);
         if constexpr (!ROOMY) {
           wgmma_wait_group<0>();
-          decay_scores(decayed[h], scores, v);
+          decay_scores<true>(decayed[h], scores, v, threadIdx.x, 0);
         }
         float y[32];
         wgmma_fence();
@@ -241,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
         if constexpr (ROOMY) load_weighted_x(weighted_x, x_box, v.w());
         if (ROOMY && h == 0) {
 #pragma unroll
-          for (int i = 0; i < HEADS; ++i) decay_scores(decayed[i], scores, vectors_of(stage, consumer * HEADS + i));
+          for (int i = 0; i < HEADS; ++i) decay_scores<true>(decayed[i], scores, vectors_of(stage, consumer * HEADS + i), threadIdx.x, 0);
         }
         const int row = warp * 16 + lane / 4;
         const float rise[2] = {ex2_approx(fminf(v.g[row], 0.f)), ex2_approx(fminf(v.g[row + 8], 0.f))};
@@ -253,9 +218,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
         for (int i = 0; i < 32; ++i) y[i] *= rise[i / 2 % 2];
 
         wgmma_fence();
-        const WgmmaDescriptor x(smem_address(x_box), BOX_BYTES);
+        const WgmmaDescriptor<128> x(smem_address(x_box), BOX_BYTES);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) product_registers_by_rows<64>(y, decayed[h][k], x.at(k * 16 * 128));
+        for (int k = 0; k < 4; ++k) multiply_registers(y, decayed[h][k], x.at(k * 16 * 128));
         wgmma_commit_group();
         if constexpr (ROOMY) {
           start_state_update(state[h], weighted_x, stage + B_OFFSET);
@@ -269,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
           wgmma_commit_group();
         }
         if (ROOMY && h == HEADS - 1) start_scores(chunk + 1 < chunks);
-        store_output(args, s, chunk, s.head0 + consumer * HEADS + h, y, x_box, out + h * args.out_strides.head, barrier);
+        store_output(args, s, chunk, first_head(s) + consumer * HEADS + h, y, x_box, out + h * args.out_strides.head, barrier);
         wgmma_wait_group<0>();  // the state update and C B^T of the next chunk
       }
       out += CHUNK * args.out_strides.token;
@@ -277,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     }
     if (s.last) {
 #pragma unroll
-      for (int h = 0; h < HEADS; ++h) store_final_state(args, s, s.head0 + consumer * HEADS + h, state[h]);
+      for (int h = 0; h < HEADS; ++h) store_final_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
     }
   }
 }

@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
-  const Segment s = locate_segment(args, blockIdx.x);
+  const Segment s = locate_segment<HEAD_BLOCKS_PER_GROUP>(args, blockIdx.x);
   if (s.tokens < 0 || s.last) return;
   barriers.init();
   __syncthreads();
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
 #pragma unroll
       for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] = 0.f;
     }
-    RingPosition at;
+    RingPosition<STAGES> at;
     const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
     for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
       wait_barrier(barriers.full(at.stage), at.parity);
@@ -64,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
     }
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
-      const int head = s.head0 + consumer * HEADS + h;
-      if (head >= s.head_end) continue;
+      const int head = first_head(s) + consumer * HEADS + h;
+      if (head >= end_head(s)) continue;
       float* to = segment_state(args, s.slot + 1, head);
 #pragma unroll
       for (int i = 0; i < STATE_REGISTERS; i += 2)

@@ -145,7 +145,8 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const FragmentA<floa
   }
 }
 
-// Scales A along k: `even` holds the factors of k = 2q, 2q+1, `odd` those of k = 8 + 2q, +1.
+// Scales A along k: `even` holds the factors of k = 2q, 2q+1, `odd` those of k = 8 + 2q, +1; for bf16 x the two high and y the two low
+// numbers whose sums are the factors.
 template <typename T>
 __device__ __forceinline__ void scale_along_k(FragmentA<T>& a, float2 even, float2 odd) {
 #pragma unroll
@@ -153,5 +154,14 @@ __device__ __forceinline__ void scale_along_k(FragmentA<T>& a, float2 even, floa
     const float2 v = unpack(a.pair[i]);
     const float2 w = i < 2 ? even : odd;
     a.pair[i] = pack<T>(v.x * w.x, v.y * w.y);
+  }
+}
+template <>
+__device__ __forceinline__ void scale_along_k<bf16>(FragmentA<bf16>& a, float2 even, float2 odd) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 w = i < 2 ? even : odd;
+    const unsigned by_low = fma_bf16x2(a.pair[i].bits, __float_as_uint(w.y), 0x80008000u);  // + -0: a product of its own needs sm_90
+    a.pair[i] = {fma_bf16x2(a.pair[i].bits, __float_as_uint(w.x), by_low)};
   }
 }

@@ -43,7 +43,7 @@ __device__ __forceinline__ float lg2_approx(float v) {
   return r;
 }
 
-// Two bf16 products, and products plus sums, rounded once. sm_90.
+// Two bf16 products (sm_90), and products plus sums (sm_80), rounded once.
 __device__ __forceinline__ unsigned mul_bf16x2(unsigned a, unsigned b) {
   unsigned r;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

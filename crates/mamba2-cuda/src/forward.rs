@@ -190,7 +190,7 @@ impl LoadedForward {
     ) -> Result<(), CudaError> {
         for kernel in &self.kernels[which] {
             args.work_items = kernel.launch.work_items as i64;
-            let maps = kernel.launch.kernel.takes_tensor_maps().then_some(maps);
+            let maps = kernel.launch.kernel.needs_wgmma().then_some(maps);
             // SAFETY: every kernel of a forward pass takes one ForwardArgs by value, and those that say so one TensorMaps after it. The
             // pointers are those of tensors whose shapes, strides and dtypes were checked against the problem the kernel was
             // compiled for; that they are valid was vouched for when they were made.
@@ -212,21 +212,22 @@ impl LoadedForward {
         let used = self
             .kernels
             .iter()
-            .any(|k| k.launch.kernel.takes_tensor_maps() && k.launch.grid > 0);
+            .any(|k| k.launch.kernel.needs_wgmma() && k.launch.grid > 0);
         // Packed sequences end inside the tensor; their kernels copy without maps.
         used && self.problem.packed.is_none() && inputs.x.meta().elems() > 0
     }
 
-    /// The tensor maps of this call, empty if no kernel copies by them. The device's context must be current.
+    /// The tensor maps of this call, empty if no kernel copies by them. The device's context must be current. The kernels of a strategy
+    /// have the same boxes.
     fn tensor_maps(&self, inputs: &ForwardInputs<DeviceTensor>) -> Result<TensorMaps, CudaError> {
-        if !self.uses_tensor_maps(inputs) {
-            return Ok(TensorMaps::default());
+        let columns = self
+            .kernels
+            .iter()
+            .find_map(|k| k.launch.kernel.x_box_columns());
+        match columns {
+            Some(columns) if self.uses_tensor_maps(inputs) => TensorMaps::of(inputs, columns),
+            _ => Ok(TensorMaps::default()),
         }
-        Ok(TensorMaps {
-            x: TensorMap::of(&inputs.x)?,
-            b: TensorMap::of(&inputs.b)?,
-            c: TensorMap::of(&inputs.c)?,
-        })
     }
 
     /// Checks a call and fills its arguments. Allocates nothing.

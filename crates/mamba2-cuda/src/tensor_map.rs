@@ -6,13 +6,15 @@ use cudarc::driver::sys::{
     self, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
     CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
-use mamba2_spec::{Dtype, HasMeta};
+use mamba2_spec::{Dtype, ForwardInputs, HasMeta};
 
 use crate::driver::check;
 use crate::{CudaError, DeviceTensor};
 
-/// Rows and columns of a box: 64 tokens x 64 elements of 16 bits, one 128-byte swizzle line a token.
-const BOX: u32 = 64;
+/// Rows of a box, one swizzle line each.
+const BOX_TOKENS: u32 = 64;
+/// Elements of dstate in a box of B or C.
+const BOX_DSTATE: u32 = 64;
 
 /// `TensorMap` of kernel-templates/ptx/sm90_tma.cuh.
 #[derive(Clone, Copy)]
@@ -27,13 +29,30 @@ impl Default for TensorMap {
     }
 }
 
-/// `TensorMaps` of kernel-templates/common/sm90_pipeline.cuh.
+/// `TensorMaps` of kernel-templates/common/sm90_chunk.cuh.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub(crate) struct TensorMaps {
     pub x: TensorMap,
     pub b: TensorMap,
     pub c: TensorMap,
+}
+
+impl TensorMaps {
+    /// The maps of a kernel whose boxes of x are `x_columns` wide.
+    ///
+    /// # Errors
+    /// As [`TensorMap::of`].
+    pub fn of(
+        inputs: &ForwardInputs<DeviceTensor>,
+        x_columns: u32,
+    ) -> Result<TensorMaps, CudaError> {
+        Ok(TensorMaps {
+            x: TensorMap::of(&inputs.x, x_columns)?,
+            b: TensorMap::of(&inputs.b, BOX_DSTATE)?,
+            c: TensorMap::of(&inputs.c, BOX_DSTATE)?,
+        })
+    }
 }
 
 /// The copy engine's strides are below this. Unit: bytes.
@@ -51,12 +70,12 @@ impl TensorMap {
             .all(|(n, stride)| *n <= 1 || (1..limit).contains(stride))
     }
 
-    /// The map of a `[batch, seqlen, heads or groups, innermost]` tensor of 16-bit elements; boxes of 64 tokens of one head, zeros
-    /// outside.
+    /// The map of a `[batch, seqlen, heads or groups, innermost]` tensor of 16-bit elements; boxes of 64 tokens x `columns` elements
+    /// of one head, swizzled over their whole rows, zeros outside.
     ///
     /// # Errors
     /// A driver error for strides the copy engine cannot take (0, or beyond 2^40 bytes).
-    pub fn of(tensor: &DeviceTensor) -> Result<TensorMap, CudaError> {
+    fn of(tensor: &DeviceTensor, columns: u32) -> Result<TensorMap, CudaError> {
         let meta = tensor.meta();
         let (&[batch, tokens, heads, inner], &[batch_stride, token_stride, head_stride, _]) =
             (meta.shape(), meta.strides())
@@ -79,6 +98,11 @@ impl TensorMap {
             stride(tokens, token_stride),
             stride(batch, batch_stride),
         ];
+        let swizzle = if columns == 32 {
+            CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B
+        } else {
+            CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B
+        };
         let mut map = MaybeUninit::<CUtensorMap>::zeroed();
         // SAFETY: all pointers are to live arrays of the lengths rank 4 asks for; the driver writes the whole map and does not read
         // the tensor.
@@ -90,10 +114,10 @@ impl TensorMap {
                 tensor.address() as *mut std::ffi::c_void,
                 dims.as_ptr(),
                 strides.as_ptr(),
-                [BOX, 1, BOX, 1].as_ptr(),
+                [columns, 1, BOX_TOKENS, 1].as_ptr(),
                 [1u32; 4].as_ptr(),
                 CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                swizzle,
                 CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                 CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )

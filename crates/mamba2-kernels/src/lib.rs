@@ -40,7 +40,9 @@ pub const HEADERS: &[(&str, &str)] = templates![
     "common/dtypes.cuh",
     "common/fragments.cuh",
     "common/require.cuh",
+    "common/sm90_chunk.cuh",
     "common/sm90_pipeline.cuh",
+    "common/sm90_swap_pipeline.cuh",
     "common/softplus.cuh",
     "common/tiles.cuh",
     "common/work.cuh",
@@ -51,6 +53,7 @@ pub const HEADERS: &[(&str, &str)] = templates![
     "ptx/sm90_barrier.cuh",
     "ptx/sm90_tma.cuh",
     "ptx/sm90_wgmma.cuh",
+    "ptx/special.cuh",
 ];
 
 const ENTRIES: &[(&str, &str)] = templates![
@@ -60,6 +63,8 @@ const ENTRIES: &[(&str, &str)] = templates![
     "sm90_segment_state.cu",
     "segment_scan.cu",
     "sm90_fused_forward.cu",
+    "sm90_swap_segment_state.cu",
+    "sm90_swap_fused_forward.cu",
     "state_update.cu",
 ];
 

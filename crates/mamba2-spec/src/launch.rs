@@ -198,6 +198,44 @@ impl Sm90Launch {
     }
 }
 
+/// Parameters and shape of a kernel of the fused forward with transposed states; kernel-templates/common/sm90_swap_pipeline.cuh
+/// carves the same shared memory.
+struct Sm90SwapLaunch {
+    kernel: Kernel,
+    segment: u32,
+    block_head: u32,
+    warpgroups: u32,
+    stages: u32,
+}
+
+impl Sm90SwapLaunch {
+    fn launch(&self, problem: &Problem) -> KernelLaunch {
+        const VECTORS_BYTES: usize = 3 * SM90_CHUNK * 4;
+        let with_c = self.kernel == Kernel::Sm90SwapFusedForward;
+        let (warpgroups, stages) = (self.warpgroups as usize, self.stages as usize);
+        let p_tiles = problem.headdim.div_ceil(self.block_head as usize);
+        let share = warpgroups == 2 && p_tiles.is_multiple_of(2);
+        let pairs = problem.dstate.div_ceil(64);
+        let tile = self.block_head.div_ceil(32) as usize * SM90_CHUNK * 64;
+        let x_stages = stages.max(2);
+        let boxes = stages * pairs * if with_c { 2 } else { 1 } * SM90_BOX_BYTES;
+        let own = if with_c { (1 + pairs) * tile } else { 0 };
+        let scores = if with_c && share { SM90_BOX_BYTES } else { 0 };
+        let vectors = x_stages * if share { 1 } else { warpgroups } * VECTORS_BYTES;
+        let barriers_and_segment = (stages * pairs + x_stages) * 16 + 64;
+        let units = problem.heads_per_group() * p_tiles;
+        let blocks = problem.ngroups * units.div_ceil(warpgroups);
+        let items = (segment_items(self.segment, problem) * blocks) as u64;
+        launch(
+            self.kernel,
+            items,
+            items,
+            128 * (self.warpgroups + 1),
+            boxes + warpgroups * (x_stages * tile + own) + scores + vectors + barriers_and_segment,
+        )
+    }
+}
+
 fn segment_scan_launch(_: &SegmentScan, problem: &Problem) -> KernelLaunch {
     const THREADS: usize = 256;
     let blocks = (problem.headdim * states_row_elems(problem)).div_ceil(4 * THREADS);
@@ -228,6 +266,22 @@ pub fn kernel_launch(
             kernel: Kernel::Sm90FusedForward,
             segment: c.segment,
             heads: c.heads,
+            warpgroups: c.warpgroups,
+            stages: c.stages,
+        }
+        .launch(problem),
+        KernelConfig::Sm90SwapSegmentState(c) => Sm90SwapLaunch {
+            kernel: Kernel::Sm90SwapSegmentState,
+            segment: c.segment,
+            block_head: c.block_head,
+            warpgroups: c.warpgroups,
+            stages: c.stages,
+        }
+        .launch(problem),
+        KernelConfig::Sm90SwapFusedForward(c) => Sm90SwapLaunch {
+            kernel: Kernel::Sm90SwapFusedForward,
+            segment: c.segment,
+            block_head: c.block_head,
             warpgroups: c.warpgroups,
             stages: c.stages,
         }
@@ -266,21 +320,18 @@ pub fn plan(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) ->
         .iter()
         .map(|k| kernel_launch(k, problem, device))
         .collect();
-    let (slots, slots_per_row) = match config {
-        StrategyConfig::ThreeKernel(_) => {
+    let (slots, slots_per_row) = match config.segment() {
+        None => {
             let chunk_size = config.chunk_size() as usize;
             (
                 problem.chunk_slots(chunk_size),
                 problem.seqlen.div_ceil(chunk_size),
             )
         }
-        StrategyConfig::Sm90Fused(c) => {
-            let segment = c.fused_forward.segment;
-            (
-                segment_items(segment, problem),
-                segments_per_row(segment, problem),
-            )
-        }
+        Some(segment) => (
+            segment_items(segment, problem),
+            segments_per_row(segment, problem),
+        ),
     };
     let slots_per_row = if problem.packed.is_some() {
         0
@@ -306,8 +357,8 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
         region
     };
     let state_elems = problem.nheads * problem.headdim * states_row_elems(problem);
-    let mut workspace = match config {
-        StrategyConfig::ThreeKernel(_) => {
+    let mut workspace = match config.segment() {
+        None => {
             let chunk_size = config.chunk_size() as usize;
             let slots = problem.chunk_slots(chunk_size);
             let per_token = slots * problem.nheads * chunk_size * 4;
@@ -319,8 +370,8 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
                 total_bytes: 0,
             }
         }
-        StrategyConfig::Sm90Fused(c) => {
-            let slots = segment_slots(c.fused_forward.segment, problem);
+        Some(segment) => {
+            let slots = segment_slots(segment, problem);
             Workspace {
                 da_cumsum: region(slots * problem.nheads * 4),
                 states: region(slots * state_elems * 4),

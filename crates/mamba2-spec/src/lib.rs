@@ -31,7 +31,9 @@ pub use dtype::Dtype;
 pub use error::SpecError;
 pub use problem::{Alignment, ChunkSize, DKind, DtLimit, Precision, Problem};
 pub use step::StepProblem;
-pub use strategy::{Kernel, KernelConfig, Sm90FusedConfig, StrategyConfig, ThreeKernelConfig};
+pub use strategy::{
+    Kernel, KernelConfig, Sm90FusedConfig, Sm90SwapFusedConfig, StrategyConfig, ThreeKernelConfig,
+};
 pub use tensors::{
     ForwardInputs, ForwardOutputs, HasMeta, StepInputs, StepOutputs, TensorMeta, check_cu_seqlens,
     check_forward, check_step,

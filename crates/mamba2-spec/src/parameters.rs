@@ -330,6 +330,30 @@ parameter_table! {
         stages: STAGES = 2 in [2, 3, 4] unit "chunks";
     }
 
+    /// Parameters of `sm90_swap_segment_state`: as sm90_segment_state, with the state as h^T[n, p].
+    Sm90SwapSegmentState for Sm90SwapSegmentState {
+        /// Tokens of a sequence that one block takes; 0: the whole sequence, and this kernel is not launched.
+        segment: SEGMENT = 1024 in [0, 128, 256, 512, 1024, 2048, 4096, 8192] unit "tokens";
+        /// headdim elements per consumer warpgroup.
+        block_head: BLOCK_HEAD = 64 in [32, 48, 64, 80, 96] unit "elements of headdim";
+        /// Consumer warpgroups per block; they share the B tiles.
+        warpgroups: WARPGROUPS = 2 in [1, 2, 3] unit "warpgroups";
+        /// 64-token chunks in flight.
+        stages: STAGES = 3 in [1, 2, 3, 4] unit "chunks";
+    }
+
+    /// Parameters of `sm90_swap_fused_forward`: as sm90_fused_forward, with the state as h^T[n, p].
+    Sm90SwapFusedForward for Sm90SwapFusedForward {
+        /// Tokens of a sequence that one block takes; 0: the whole sequence.
+        segment: SEGMENT = 1024 in [0, 128, 256, 512, 1024, 2048, 4096, 8192] unit "tokens";
+        /// headdim elements per consumer warpgroup.
+        block_head: BLOCK_HEAD = 64 in [32, 48, 64, 80, 96] unit "elements of headdim";
+        /// Consumer warpgroups per block; they share the B and C tiles. Two that share a head also share S.
+        warpgroups: WARPGROUPS = 2 in [1, 2, 3] unit "warpgroups";
+        /// 64-token chunks in flight.
+        stages: STAGES = 2 in [1, 2, 3] unit "chunks";
+    }
+
     /// Parameters of `state_update`: one decode step on a paged state cache.
     StateUpdate for StateUpdate {
         /// headdim rows of the state per block.

@@ -4,11 +4,11 @@
 use crate::launch::{kernel_launch, step_launch};
 use crate::parameters::{
     ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90FusedForward, Sm90SegmentState,
-    StateUpdate,
+    Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
 };
 use crate::{
     Alignment, ChunkSize, DeviceFacts, Dtype, Kernel, KernelConfig, Problem, Sm90FusedConfig,
-    SpecError, StepProblem, StrategyConfig, ThreeKernelConfig,
+    Sm90SwapFusedConfig, SpecError, StepProblem, StrategyConfig, ThreeKernelConfig,
 };
 
 /// A legality rule.
@@ -55,6 +55,10 @@ rules! {
     P06 false "wgmma exists on compute capability 9.0 only";
     P07 false "a segment is shorter than the sequence, and a sequence has at most 128 of them: the scan is serial";
     P08 false "at most a third of the heads a block computes are padding of its group";
+    W01 true "the state of a unit, and what the products need beside it, stay in registers";
+    W02 false "BLOCK_HEAD is the narrowest that covers headdim in its number of tiles, which is a power of two";
+    W03 false "at most a third of the units a block computes are padding of its group";
+    W04 false "one stage only where two do not fit shared memory: it cannot copy ahead";
     U01 true "WARPS * 32 threads hold whole rows: ROW_THREADS divides a warp";
     U02 true "BLOCK_HEAD is a multiple of the rows one pass of the block covers";
     U03 false "a block is not taller than the padded headdim";
@@ -134,6 +138,32 @@ pub fn check_kernel(
         }
         KernelConfig::SegmentScan(c) => {
             check_segment(config, c.segment, problem, false)?;
+            64
+        }
+        KernelConfig::Sm90SwapSegmentState(c) => {
+            check_sm90_swap(
+                config,
+                c.segment,
+                c.block_head,
+                c.warpgroups,
+                problem,
+                device,
+            )?;
+            let two = KernelConfig::Sm90SwapSegmentState(Sm90SwapSegmentState { stages: 2, ..*c });
+            check_single_stage(config, c.stages, &two, problem, device)?;
+            64
+        }
+        KernelConfig::Sm90SwapFusedForward(c) => {
+            check_sm90_swap(
+                config,
+                c.segment,
+                c.block_head,
+                c.warpgroups,
+                problem,
+                device,
+            )?;
+            let two = KernelConfig::Sm90SwapFusedForward(Sm90SwapFusedForward { stages: 2, ..*c });
+            check_single_stage(config, c.stages, &two, problem, device)?;
             64
         }
         KernelConfig::Sm90FusedForward(c) => {
@@ -363,6 +393,39 @@ fn check_segment(
     )
 }
 
+/// What both fused strategies ask of a problem and a device.
+fn check_sm90_problem(
+    config: &KernelConfig,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Result<(), SpecError> {
+    require(config, "P06", device.arch.has_wgmma(), || {
+        format!("{}", device.arch)
+    })?;
+    require(config, "P01", problem.dtype != Dtype::F32, || {
+        format!("dtype {}", problem.dtype)
+    })
+}
+
+/// What both fused strategies ask of pointers, strides and segments.
+fn check_sm90_segments(
+    config: &KernelConfig,
+    segment: u32,
+    whole: bool,
+    problem: &Problem,
+) -> Result<(), SpecError> {
+    require(
+        config,
+        "P04",
+        problem.alignment == Alignment::Bytes16,
+        || format!("{:?}", problem.alignment),
+    )?;
+    require(config, "P05", segment.is_multiple_of(64), || {
+        format!("SEGMENT = {segment}")
+    })?;
+    check_segment(config, segment, problem, whole)
+}
+
 #[allow(clippy::too_many_arguments)] // one kernel's parameters, by name
 fn check_sm90(
     config: &KernelConfig,
@@ -373,12 +436,7 @@ fn check_sm90(
     problem: &Problem,
     device: &DeviceFacts,
 ) -> Result<(), SpecError> {
-    require(config, "P06", device.arch.has_wgmma(), || {
-        format!("{}", device.arch)
-    })?;
-    require(config, "P01", problem.dtype != Dtype::F32, || {
-        format!("dtype {}", problem.dtype)
-    })?;
+    check_sm90_problem(config, problem, device)?;
     let padded = problem.dstate.next_multiple_of(64) as u32;
     require(
         config,
@@ -397,16 +455,7 @@ fn check_sm90(
     require(config, "P03", need <= room, || {
         format!("{need} registers a thread wanted, {room} available")
     })?;
-    require(
-        config,
-        "P04",
-        problem.alignment == Alignment::Bytes16,
-        || format!("{:?}", problem.alignment),
-    )?;
-    require(config, "P05", segment.is_multiple_of(64), || {
-        format!("SEGMENT = {segment}")
-    })?;
-    check_segment(config, segment, problem, with_c)?;
+    check_sm90_segments(config, segment, with_c, problem)?;
     let (group, block) = (problem.heads_per_group(), (heads * warpgroups) as usize);
     require(
         config,
@@ -427,6 +476,81 @@ fn sm90_consumer_registers(warpgroups: u32, states: u32, packed: bool) -> u32 {
     let launch = (65536 / (blocks * threads) / 8 * 8).min(248);
     let producer = if packed { 72 } else { 56 };
     ((launch * threads - producer * 128) / (128 * warpgroups) / 8 * 8).min(240)
+}
+
+fn check_sm90_swap(
+    config: &KernelConfig,
+    segment: u32,
+    block_head: u32,
+    warpgroups: u32,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Result<(), SpecError> {
+    check_sm90_problem(config, problem, device)?;
+    let with_c = config.kernel() == Kernel::Sm90SwapFusedForward;
+    let p_tiles = problem.headdim.div_ceil(block_head as usize);
+    let share = warpgroups == 2 && p_tiles.is_multiple_of(2);
+    // From counting tiles and reading ptxas reports; common/sm90_swap_pipeline.cuh computes the same.
+    let boxes = problem.dstate.div_ceil(64) as u32;
+    let states = boxes * block_head / 2;
+    let tight = states >= 96;
+    let beside = match (with_c, share) {
+        (false, _) => 64,
+        (true, true) => block_head / 2 + 72 + 2 * boxes,
+        (true, false) => block_head / 2 + if tight { 104 } else { 100 },
+    };
+    let producer = match (problem.packed.is_some(), tight) {
+        (true, _) => 88,
+        (false, true) => 40,
+        (false, false) => 56,
+    };
+    let consumer = |blocks: u32| {
+        let threads = 128 * (warpgroups + 1);
+        let launch = (65536 / (blocks * threads) / 8 * 8).min(248);
+        ((launch * threads - producer * 128) / (128 * warpgroups) / 8 * 8).min(240)
+    };
+    let need = states + beside;
+    let two_blocks = problem.packed.is_none() && warpgroups == 1 && need <= consumer(2);
+    let room = consumer(if two_blocks { 2 } else { 1 });
+    require(config, "W01", need <= room, || {
+        format!("{need} registers a thread wanted, {room} available")
+    })?;
+    check_sm90_segments(config, segment, with_c, problem)?;
+    let narrower_covers = Sm90SwapFusedForward::ROWS
+        .iter()
+        .find(|r| r.name == "block_head")
+        .expect("the kernel should have a block_head")
+        .domain
+        .iter()
+        .any(|b| *b < block_head && problem.headdim.div_ceil(*b as usize) == p_tiles);
+    require(
+        config,
+        "W02",
+        p_tiles.is_power_of_two() && !narrower_covers,
+        || format!("BLOCK_HEAD = {block_head} for headdim {}", problem.headdim),
+    )?;
+    let (units, block) = (problem.heads_per_group() * p_tiles, warpgroups as usize);
+    require(
+        config,
+        "W03",
+        block == 1 || 2 * units.next_multiple_of(block) <= 3 * units,
+        || format!("{block} units a block, {units} a group"),
+    )
+}
+
+/// Rule W04, given the same config with two stages.
+fn check_single_stage(
+    config: &KernelConfig,
+    stages: u32,
+    two: &KernelConfig,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Result<(), SpecError> {
+    let two_fit =
+        kernel_launch(two, problem, device).smem_bytes <= device.shared_memory_optin_bytes;
+    require(config, "W04", stages > 1 || !two_fit, || {
+        format!("STAGES = {stages}")
+    })
 }
 
 /// Checks a whole strategy.
@@ -450,6 +574,13 @@ pub fn check_strategy(
             (c.compute_out.chunk_size, c.compute_out.layout),
         ],
         StrategyConfig::Sm90Fused(c) => [
+            c.segment_state.segment,
+            c.segment_scan.segment,
+            c.fused_forward.segment,
+        ]
+        .map(|s| (s, 0))
+        .to_vec(),
+        StrategyConfig::Sm90SwapFused(c) => [
             c.segment_state.segment,
             c.segment_scan.segment,
             c.fused_forward.segment,
@@ -655,6 +786,49 @@ fn sm90_fused_for(
     })
 }
 
+/// As [`sm90_fused_for`], with transposed states.
+fn sm90_swap_fused_for(
+    problem: &Problem,
+    device: &DeviceFacts,
+    segment: u32,
+) -> Option<Sm90SwapFusedConfig> {
+    let fused_forward = nearest(
+        Sm90SwapFusedForward {
+            segment,
+            ..Default::default()
+        },
+        |c| {
+            c.segment == segment
+                && check_kernel(&KernelConfig::Sm90SwapFusedForward(*c), problem, device).is_ok()
+        },
+    )?;
+    let segment_scan = SegmentScan { segment };
+    let segment_state = if segment == 0 {
+        Sm90SwapSegmentState {
+            segment,
+            ..Default::default()
+        }
+    } else {
+        check_kernel(&KernelConfig::SegmentScan(segment_scan), problem, device).ok()?;
+        nearest(
+            Sm90SwapSegmentState {
+                segment,
+                ..Default::default()
+            },
+            |c| {
+                c.segment == segment
+                    && check_kernel(&KernelConfig::Sm90SwapSegmentState(*c), problem, device)
+                        .is_ok()
+            },
+        )?
+    };
+    Some(Sm90SwapFusedConfig {
+        segment_state,
+        segment_scan,
+        fused_forward,
+    })
+}
+
 /// The longest segment that still gives nine blocks for ten multiprocessors, else the one with the most blocks.
 fn default_sm90_fused(problem: &Problem, device: &DeviceFacts) -> Option<StrategyConfig> {
     let mut options: Vec<(u64, Sm90FusedConfig)> = Sm90FusedForward::ROWS[0]
@@ -696,9 +870,14 @@ pub fn agreement_defaults(problem: &Problem, device: &DeviceFacts) -> Vec<Strate
         .domain
         .iter()
         .filter_map(|segment| sm90_fused_for(problem, device, *segment));
+    let swap_fused = Sm90SwapFusedForward::ROWS[0]
+        .domain
+        .iter()
+        .filter_map(|segment| sm90_swap_fused_for(problem, device, *segment));
     three
         .map(StrategyConfig::ThreeKernel)
         .chain(fused.map(StrategyConfig::Sm90Fused))
+        .chain(swap_fused.map(StrategyConfig::Sm90SwapFused))
         .collect()
 }
 

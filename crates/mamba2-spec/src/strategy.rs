@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::SpecError;
 use crate::parameters::{
     ChunkCumsum, ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90FusedForward,
-    Sm90SegmentState, StateUpdate,
+    Sm90SegmentState, Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
 };
 
 /// A kernel of `kernel-templates/`.
@@ -24,30 +24,41 @@ pub enum Kernel {
     SegmentScan,
     /// Y and the final state in one pass (Hopper).
     Sm90FusedForward,
+    /// As [`Kernel::Sm90SegmentState`] with the state transposed: any headdim, dstate up to 512 (Hopper).
+    Sm90SwapSegmentState,
+    /// As [`Kernel::Sm90FusedForward`] with the state transposed: any headdim, dstate up to 512 (Hopper).
+    Sm90SwapFusedForward,
     /// One decode step.
     StateUpdate,
 }
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Kernel; 7] = [
+    pub const ALL: [Kernel; 9] = [
         Kernel::ChunkCumsum,
         Kernel::FwdPassState,
         Kernel::ComputeOut,
         Kernel::Sm90SegmentState,
         Kernel::SegmentScan,
         Kernel::Sm90FusedForward,
+        Kernel::Sm90SwapSegmentState,
+        Kernel::Sm90SwapFusedForward,
         Kernel::StateUpdate,
     ];
 
     /// True for kernels of wgmma and TMA: they compile for sm_90a only.
     pub const fn needs_wgmma(self) -> bool {
-        matches!(self, Kernel::Sm90SegmentState | Kernel::Sm90FusedForward)
+        self.x_box_columns().is_some()
     }
 
-    /// True if the kernel takes tensor maps of x, B and C beside its arguments.
-    pub const fn takes_tensor_maps(self) -> bool {
-        self.needs_wgmma()
+    /// For kernels that take tensor maps of x, B and C beside their arguments: headdim elements of a box of x, whose rows are
+    /// swizzled as a whole. Boxes of B and C are 64 elements of dstate.
+    pub const fn x_box_columns(self) -> Option<u32> {
+        match self {
+            Kernel::Sm90SegmentState | Kernel::Sm90FusedForward => Some(64),
+            Kernel::Sm90SwapSegmentState | Kernel::Sm90SwapFusedForward => Some(32),
+            _ => None,
+        }
     }
 
     /// Name of the kernel, of its template file (without `.cu`) and of its entry function.
@@ -59,6 +70,8 @@ impl Kernel {
             Kernel::Sm90SegmentState => "sm90_segment_state",
             Kernel::SegmentScan => "segment_scan",
             Kernel::Sm90FusedForward => "sm90_fused_forward",
+            Kernel::Sm90SwapSegmentState => "sm90_swap_segment_state",
+            Kernel::Sm90SwapFusedForward => "sm90_swap_fused_forward",
             Kernel::StateUpdate => "state_update",
         }
     }
@@ -113,6 +126,21 @@ pub struct Sm90FusedConfig {
     pub fused_forward: Sm90FusedForward,
 }
 
+/// Configs of the fused Hopper forward with transposed states. `segment` agrees (rule S01); with `segment` 0 only the last kernel is
+/// launched.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+#[serde(deny_unknown_fields)]
+pub struct Sm90SwapFusedConfig {
+    /// First launch.
+    pub segment_state: Sm90SwapSegmentState,
+    /// Second launch.
+    pub segment_scan: SegmentScan,
+    /// Third launch.
+    pub fused_forward: Sm90SwapFusedForward,
+}
+
 /// How a forward pass is done, with every searched parameter. The only thing a tuning database stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(tag = "strategy", rename_all = "snake_case")]
@@ -121,6 +149,8 @@ pub enum StrategyConfig {
     ThreeKernel(ThreeKernelConfig),
     /// sm90_segment_state, segment_scan, sm90_fused_forward.
     Sm90Fused(Sm90FusedConfig),
+    /// sm90_swap_segment_state, segment_scan, sm90_swap_fused_forward.
+    Sm90SwapFused(Sm90SwapFusedConfig),
 }
 
 impl StrategyConfig {
@@ -129,6 +159,7 @@ impl StrategyConfig {
         match self {
             StrategyConfig::ThreeKernel(_) => "three_kernel",
             StrategyConfig::Sm90Fused(_) => "sm90_fused",
+            StrategyConfig::Sm90SwapFused(_) => "sm90_swap_fused",
         }
     }
 
@@ -136,7 +167,16 @@ impl StrategyConfig {
     pub fn chunk_size(&self) -> u32 {
         match self {
             StrategyConfig::ThreeKernel(c) => c.compute_out.chunk_size,
-            StrategyConfig::Sm90Fused(_) => 64,
+            StrategyConfig::Sm90Fused(_) | StrategyConfig::Sm90SwapFused(_) => 64,
+        }
+    }
+
+    /// Tokens per segment, of a fused strategy; 0 is the whole sequence.
+    pub fn segment(&self) -> Option<u32> {
+        match self {
+            StrategyConfig::ThreeKernel(_) => None,
+            StrategyConfig::Sm90Fused(c) => Some(c.fused_forward.segment),
+            StrategyConfig::Sm90SwapFused(c) => Some(c.fused_forward.segment),
         }
     }
 
@@ -156,6 +196,14 @@ impl StrategyConfig {
                 KernelConfig::SegmentScan(c.segment_scan),
                 KernelConfig::Sm90FusedForward(c.fused_forward),
             ],
+            StrategyConfig::Sm90SwapFused(c) if c.fused_forward.segment == 0 => {
+                vec![KernelConfig::Sm90SwapFusedForward(c.fused_forward)]
+            }
+            StrategyConfig::Sm90SwapFused(c) => vec![
+                KernelConfig::Sm90SwapSegmentState(c.segment_state),
+                KernelConfig::SegmentScan(c.segment_scan),
+                KernelConfig::Sm90SwapFusedForward(c.fused_forward),
+            ],
         }
     }
 
@@ -170,6 +218,13 @@ impl StrategyConfig {
             }
             (StrategyConfig::Sm90Fused(c), KernelConfig::SegmentScan(k)) => c.segment_scan = k,
             (StrategyConfig::Sm90Fused(c), KernelConfig::Sm90FusedForward(k)) => {
+                c.fused_forward = k
+            }
+            (StrategyConfig::Sm90SwapFused(c), KernelConfig::Sm90SwapSegmentState(k)) => {
+                c.segment_state = k
+            }
+            (StrategyConfig::Sm90SwapFused(c), KernelConfig::SegmentScan(k)) => c.segment_scan = k,
+            (StrategyConfig::Sm90SwapFused(c), KernelConfig::Sm90SwapFusedForward(k)) => {
                 c.fused_forward = k
             }
             _ => return None,
@@ -191,7 +246,9 @@ impl StrategyConfig {
                     layout.display(c.compute_out.layout)
                 )
             }
-            StrategyConfig::Sm90Fused(c) => format!("segment={}", c.fused_forward.segment),
+            StrategyConfig::Sm90Fused(_) | StrategyConfig::Sm90SwapFused(_) => {
+                format!("segment={}", self.segment().unwrap_or_default())
+            }
         }
     }
 }
@@ -259,5 +316,7 @@ kernel_config!(
     Sm90SegmentState,
     SegmentScan,
     Sm90FusedForward,
+    Sm90SwapSegmentState,
+    Sm90SwapFusedForward,
     StateUpdate
 );

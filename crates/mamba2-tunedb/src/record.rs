@@ -332,6 +332,8 @@ fn kernel_value(config: &KernelConfig) -> Value {
         KernelConfig::Sm90SegmentState(c) => to_value(c),
         KernelConfig::SegmentScan(c) => to_value(c),
         KernelConfig::Sm90FusedForward(c) => to_value(c),
+        KernelConfig::Sm90SwapSegmentState(c) => to_value(c),
+        KernelConfig::Sm90SwapFusedForward(c) => to_value(c),
         KernelConfig::StateUpdate(c) => to_value(c),
     }
 }

@@ -223,6 +223,8 @@ fn case_against_rule(id: &str) -> Option<Case> {
                 KernelConfig::Sm90SegmentState(c) => c.segment = 96,
                 KernelConfig::SegmentScan(c) => c.segment = 96,
                 KernelConfig::Sm90FusedForward(c) => c.segment = 96,
+                KernelConfig::Sm90SwapSegmentState(c) => c.segment = 96,
+                KernelConfig::Sm90SwapFusedForward(c) => c.segment = 96,
                 KernelConfig::StateUpdate(c) => c.row_threads = 6,
             }
             [config, odd]
@@ -261,13 +263,20 @@ fn check_rules(nvrtc: &Nvrtc) -> Vec<String> {
         .collect()
 }
 
-/// Compiles the covering sets.
+/// Compiles the covering sets of some kernels or, if none is named, of all.
 ///
 /// # Errors
-/// The number of faults; each is printed.
-pub fn run() -> Result<(), String> {
+/// An unknown kernel, or the number of faults; each is printed.
+pub fn run(kernels: &[&str]) -> Result<(), String> {
+    let kernels = match kernels {
+        [] => Kernel::ALL.to_vec(),
+        names => names
+            .iter()
+            .map(|name| name.parse().map_err(|e: SpecError| e.to_string()))
+            .collect::<Result<_, _>>()?,
+    };
     let nvrtc = Nvrtc::load().map_err(|e| format!("NVRTC: {e}"))?;
-    let sets: Vec<(Kernel, DeviceFacts)> = Kernel::ALL
+    let sets: Vec<(Kernel, DeviceFacts)> = kernels
         .into_iter()
         .flat_map(|k| Arch::GATED.map(|arch| (k, DeviceFacts::assumed(arch))))
         .filter(|(k, device)| !k.needs_wgmma() || device.arch.has_wgmma())
@@ -332,7 +341,7 @@ pub fn run() -> Result<(), String> {
 
 fn report(sets: &[(Kernel, DeviceFacts, Vec<Case>, usize)], results: &[Result<u32, String>]) {
     println!(
-        "gate: kernel          arch     compiled  faults  most registers  pairs no legal config has"
+        "gate: kernel                  arch     compiled  faults  most registers  pairs no legal config has"
     );
     let mut at = 0;
     for (kernel, device, cases, forbidden) in sets {
@@ -341,7 +350,7 @@ fn report(sets: &[(Kernel, DeviceFacts, Vec<Case>, usize)], results: &[Result<u3
         let faults = mine.iter().filter(|r| r.is_err()).count();
         let most = mine.iter().flatten().max().copied().unwrap_or(0);
         println!(
-            "gate: {:<15} {:<8} {:>8}  {faults:>6}  {most:>14}  {forbidden:>25}",
+            "gate: {:<23} {:<8} {:>8}  {faults:>6}  {most:>14}  {forbidden:>25}",
             kernel.name(),
             device.arch.nvrtc_name(),
             cases.len() - faults

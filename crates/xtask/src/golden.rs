@@ -43,16 +43,21 @@ pub fn headers() -> Result<Vec<(PathBuf, String)>, String> {
         let problem: Problem = shape.parse().map_err(|e| format!("{name}: {e}"))?;
         let strategy =
             rules::default_strategy(&problem, &device).map_err(|e| format!("{name}: {e}"))?;
-        // Both strategies, whichever the shape prefers.
+        // Every strategy, whichever the shape prefers.
         let three =
             rules::default_three_kernel(&problem, &device).map_err(|e| format!("{name}: {e}"))?;
-        let three = StrategyConfig::ThreeKernel(three);
-        let others = if strategy == three {
-            vec![]
-        } else {
-            three.kernels()
-        };
-        for config in strategy.kernels().into_iter().chain(others) {
+        let mut strategies = vec![strategy];
+        for other in std::iter::once(StrategyConfig::ThreeKernel(three))
+            .chain(rules::agreement_defaults(&problem, &device))
+        {
+            if strategies.iter().all(|s| s.name() != other.name()) {
+                strategies.push(other);
+            }
+        }
+        let mut kernels: Vec<_> = strategies.iter().flat_map(|s| s.kernels()).collect();
+        kernels.sort_by_key(|k| k.kernel());
+        kernels.dedup_by_key(|k| k.kernel());
+        for config in kernels {
             let header = render(&config, &problem, &device).config_header;
             files.push((
                 folder().join(format!("{name}.{}.cuh", config.kernel())),

@@ -10,7 +10,7 @@ usage: cargo xtask COMMAND
           (fetches NVRTC, about 90 MB, into the target folder if this machine has none)
   check   the quick part: format, lints, architecture, golden headers
   bless   rewrite the golden headers after a wanted change of the templates' constants
-  gate    only compile every kernel for every architecture";
+  gate    only compile every kernel for every architecture; gate KERNEL ...: only these kernels";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -18,9 +18,9 @@ fn main() -> ExitCode {
         ["test"] => xtask::steps::test(),
         ["check"] => xtask::steps::check(),
         ["bless"] => xtask::golden::bless(),
-        ["gate"] => xtask::steps::gate(),
+        ["gate", ref kernels @ ..] => xtask::steps::gate(kernels),
         // The compile gate proper, started by `test` and `gate` with the path of NVRTC in its environment.
-        ["gate-here"] => xtask::gate::run(),
+        ["gate-here", ref kernels @ ..] => xtask::gate::run(kernels),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
             Ok(())

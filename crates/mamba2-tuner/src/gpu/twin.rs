@@ -26,11 +26,7 @@ fn groups(ngroups: usize, heads_per_group: usize) -> usize {
 /// Tokens that a strategy needs to be legal and to have several of everything that it splits a sequence into.
 fn tokens(config: &StrategyConfig, large: bool) -> usize {
     let least = if large { FEW_TOKENS } else { TOKENS };
-    let segment = match config {
-        StrategyConfig::ThreeKernel(_) => 0,
-        StrategyConfig::Sm90Fused(c) => c.fused_forward.segment as usize,
-    };
-    match segment {
+    match config.segment().unwrap_or(0) as usize {
         0 => least,
         s if s <= SHORT_SEGMENT => least.max(2 * s + SEGMENT_TAIL),
         s => s + SEGMENT_TAIL,

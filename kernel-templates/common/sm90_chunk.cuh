@@ -1,0 +1,245 @@
+// What the Hopper strategies share: segments and their work items, the vectors of a chunk, rings, and the decay of C B^T.
+//
+// A chunk is 64 tokens, so that every product has M = 64. Its vectors, for one head, are
+//   g, gd, w  [3][64]   G in log2 units; G - log2(dt), so that exp2(G_i - gd_j) = exp2(G_i - G_j) dt_j; w = dt exp2(G_last - G)
+//             as float32 for f16, as two bf16 numbers high + low for bf16: x * low, then x * high + that, rounds once
+#pragma once
+
+#include "common/args.cuh"
+#include "common/fragments.cuh"
+#include "common/require.cuh"
+#include "common/softplus.cuh"
+#include "ptx/sm90_barrier.cuh"
+#include "ptx/sm90_tma.cuh"
+#include "ptx/sm90_wgmma.cuh"
+
+using X = Element<X_DTYPE>;
+
+constexpr int CHUNK = 64;
+constexpr int DSTATE_BOXES = (DSTATE + 63) / 64;
+constexpr int DSTATE_PADDED = DSTATE_BOXES * 64;
+constexpr int BOX_BYTES = 64 * 128;  // 64 rows x 64 elements, 128-byte swizzle
+constexpr int VECTORS_BYTES = 3 * CHUNK * 4;
+constexpr int PRODUCER_THREADS = 128;
+constexpr float LOG2_E = 1.4426950408889634f;
+
+MAMBA2_REQUIRE(P01, X_DTYPE < 2, "16-bit inputs only: wgmma has no float32 product");
+MAMBA2_REQUIRE(P04, ALIGNED == 1, "16-byte copies");
+MAMBA2_REQUIRE(P05, SEGMENT % CHUNK == 0, "a segment is whole chunks");
+static_assert(THREADS == PRODUCER_THREADS + 128 * WARPGROUPS, "launch.rs gives one producer warpgroup");
+
+// Boxes are copied by the tensor memory accelerator. Packed sequences end inside the tensor, where only cp.async can stop reading.
+constexpr bool USE_TMA = !PACKED;
+struct TensorMaps {
+  TensorMap x, b, c;
+};
+
+struct Segment {
+  int64 row;      // index along the batch axis
+  int64 first;    // first token
+  int tokens;     // of this segment
+  int sequence;
+  int index;      // of the segment in its sequence
+  int64 slot;     // where its state lies in the workspace: segment 1 of a sequence is at the sequence's first slot
+  bool last;      // of its sequence
+  int group;
+  int block;      // of the group
+};
+
+// Items: the BLOCKS blocks of a group fastest (they share B and C in L2), then groups, segments of a sequence, sequences. Packed
+// sequence s owns the segment items from cu_seqlens[s] / SEGMENT + s, as many as it has segments or more; an empty sequence has one.
+template <int BLOCKS>
+__device__ __forceinline__ Segment locate_segment(const ForwardArgs& args, int64 work) {
+  const int blocks = args.nheads / HEADS_PER_GROUP * BLOCKS;
+  const int block = static_cast<int>(work % blocks);
+  const int item = static_cast<int>(work / blocks);
+  Segment s;
+  s.group = block / BLOCKS;
+  s.block = block % BLOCKS;
+  int tokens;
+  int64 first, first_item;
+  if (PACKED) {
+    int below = 0, above = args.sequences;
+    while (above - below > 1) {
+      const int middle = (below + above) / 2;
+      if ((SEGMENT ? args.cu_seqlens[middle] / max(SEGMENT, 1) : 0) + middle <= item) {
+        below = middle;
+      } else {
+        above = middle;
+      }
+    }
+    s.sequence = below;
+    s.row = 0;
+    first = args.cu_seqlens[below];
+    int end = args.cu_seqlens[below + 1];
+    if (end > args.seqlen) end = args.seqlen;
+    tokens = end > first ? static_cast<int>(end - first) : 0;
+    first_item = (SEGMENT ? first / max(SEGMENT, 1) : 0) + below;
+  } else {
+    const int per_row = args.chunks_per_row;  // segments of a row here
+    s.sequence = item / per_row;
+    s.row = s.sequence;
+    first = 0;
+    tokens = args.seqlen;
+    first_item = static_cast<int64>(s.sequence) * per_row;
+  }
+  s.index = static_cast<int>(item - first_item);
+  s.slot = (PACKED ? first_item : static_cast<int64>(s.sequence) * (args.chunks_per_row - 1)) + s.index - 1;
+  if (SEGMENT == 0) {
+    s.first = first;
+    s.tokens = s.index == 0 ? tokens : -1;
+    s.last = true;
+  } else {
+    const int64 at = static_cast<int64>(s.index) * SEGMENT;
+    const int64 left = tokens - at;
+    s.first = first + at;
+    s.tokens = left > SEGMENT ? SEGMENT : left > 0 ? static_cast<int>(left) : s.index == 0 ? 0 : -1;  // -1: no such segment
+    s.last = left <= SEGMENT;
+  }
+  return s;
+}
+
+// Where the float32 state of (slot, head) starts in the workspace.
+__device__ __forceinline__ float* segment_state(const ForwardArgs& args, int64 slot, int head) {
+  return static_cast<float*>(args.states) + (slot * args.nheads + head) * (HEADDIM * STATES_ROW);
+}
+
+// ---- boxes ----
+
+// Byte offset of 16-byte unit `unit` of row `row` in a box of 128-byte rows, and of 64-byte rows.
+__device__ __forceinline__ int swizzled(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
+__device__ __forceinline__ int swizzled64(int row, int unit) { return row * 64 + ((unit ^ (row >> 1 & 3)) << 4); }
+
+// Copies 64 rows x 64 elements into a box. A thread copies unit threadIdx.x % 8 of the rows threadIdx.x / 8 + 16 i: `from` and `to`
+// already point at its first one, `rows_left` and `columns_left` count from there. Rows and columns past the tensor become zero and
+// are not read.
+__device__ __forceinline__ void copy_box_async(unsigned char* to, const X* from, int64 row_stride, int rows_left, int columns_left) {
+  const int columns = columns_left < 0 ? 0 : columns_left > 8 ? 8 : columns_left;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int bytes = 16 * i < rows_left ? columns * 2 : 0;
+    cp_async_cg_16(to + i * 2048, bytes > 0 ? from : nullptr, bytes);
+    from += 16 * row_stride;
+  }
+}
+
+// ---- rings ----
+
+__device__ __forceinline__ void wait_barrier(unsigned barrier, unsigned parity) {
+  while (!mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
+// Slot and parity of a ring of SLOTS, advanced step by step.
+template <int SLOTS>
+struct RingPosition {
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == SLOTS) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// ---- vectors of a chunk ----
+
+// g, gd and w of one head's chunk from this lane's two raw dt.
+__device__ __forceinline__ void make_vectors(const ForwardArgs& args, const float (&raw)[2], float a, float bias, int tokens_left, float2* to) {
+  const int lane = threadIdx.x % 32;
+  float dt[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) dt[e] = e < tokens_left ? dt_pipeline(raw[e], bias, args.dt_min, args.dt_max) : 0.f;
+  const long long g0 = to_fixed(a * dt[0]), g1 = to_fixed(a * dt[1]) + g0;
+  long long before = g1;  // inclusive scan over lanes
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const long long from = __shfl_up_sync(0xffffffffu, before, step);
+    if (lane >= step) before += from;
+  }
+  before = __shfl_up_sync(0xffffffffu, before, 1);
+  if (lane == 0) before = 0;
+  const float2 g = make_float2(from_fixed(before + g0), from_fixed(before + g1));
+  to[0] = g;
+  to[CHUNK / 2] = make_float2(g.x - lg2_approx(dt[0]), g.y - lg2_approx(dt[1]));  // dt = 0: +inf, its weight exp2(-inf) = 0
+  const float last = __shfl_sync(0xffffffffu, g.y, 31);
+  const float w0 = dt[0] * ex2_approx(fminf(last - g.x, 0.f)), w1 = dt[1] * ex2_approx(fminf(last - g.y, 0.f));
+  if constexpr (X_DTYPE == 0) {
+    const Pair<X> high = pack<X>(w0, w1);
+    const float2 kept = unpack(high);
+    to[CHUNK] = make_float2(__uint_as_float(high.bits), __uint_as_float(pack<X>(w0 - kept.x, w1 - kept.y).bits));
+  } else {
+    to[CHUNK] = make_float2(w0, w1);
+  }
+}
+
+struct Vectors {
+  const float* g;
+  __device__ __forceinline__ const float* gd() const { return g + CHUNK; }
+  __device__ __forceinline__ const float* w() const { return g + 2 * CHUNK; }
+};
+
+// ---- products ----
+
+// D (+)= A B, A and B tiles behind descriptors.
+template <int TRANSPOSE_A, int TRANSPOSE_B, int COUNT>
+__device__ __forceinline__ void multiply_tiles(float (&d)[COUNT], unsigned long long a, unsigned long long b, int accumulate) {
+  if constexpr (X_DTYPE == 0) {
+    wgmma_bf16_ss<TRANSPOSE_A, TRANSPOSE_B>(d, a, b, accumulate);
+  } else {
+    wgmma_f16_ss<TRANSPOSE_A, TRANSPOSE_B>(d, a, b, accumulate);
+  }
+}
+
+// D += A B, A in registers, B a [K][N] tile.
+template <int COUNT>
+__device__ __forceinline__ void multiply_registers(float (&d)[COUNT], const FragmentA<X>& a, unsigned long long b) {
+  const unsigned r[4] = {a.pair[0].bits, a.pair[1].bits, a.pair[2].bits, a.pair[3].bits};
+  if constexpr (X_DTYPE == 0) {
+    wgmma_bf16_rs<1>(d, r, b, 1);
+  } else {
+    wgmma_f16_rs<1>(d, r, b, 1);
+  }
+}
+
+// S = exp2(G_i - G_j) dt_j (C B^T), zero above the diagonal, as operand A: STEPS steps of 16 tokens j, from step `first`. Above the
+// diagonal the exponent may be large and positive: those elements are selected away, not multiplied. LOADS_FIRST hides the latency of
+// shared memory and takes up to twelve more registers.
+template <bool LOADS_FIRST, int STEPS>
+__device__ __forceinline__ void decay_scores(FragmentA<X> (&a)[STEPS], const float (&s)[8 * STEPS], const Vectors& v, int thread, int first) {
+  const int lane = thread % 32, warp = thread / 32 % 4;
+  const int row = warp * 16 + lane / 4;
+  const float g_row[2] = {v.g[row], v.g[row + 8]};
+  const float* gd_at = v.gd() + first * 16 + lane % 4 * 2;
+  float2 gd[2 * STEPS];
+  const auto load_gd = [&](int t) { gd[t] = *reinterpret_cast<const float2*>(gd_at + t * 8); };
+  if constexpr (LOADS_FIRST) {
+#pragma unroll
+    for (int t = 0; t < 2 * STEPS; ++t) load_gd(t);
+  }
+  // 16 tokens at a time: eight independent exponentials between two branches hide their own latency.
+#pragma unroll
+  for (int k = 0; k < STEPS; ++k) {
+    if (first + k > warp) {
+      a[k] = {};
+      continue;
+    }
+    if constexpr (!LOADS_FIRST) {
+      load_gd(2 * k);
+      load_gd(2 * k + 1);
+    }
+    float e[8];  // as s[8 k ..]
+#pragma unroll
+    for (int i = 0; i < 8; ++i) e[i] = s[8 * k + i] * ex2_approx(g_row[i / 2 % 2] - (i % 2 ? gd[2 * k + i / 4].y : gd[2 * k + i / 4].x));
+    if (first + k == warp) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int below = lane / 4 + i / 2 % 2 * 8 - (i / 4 * 8 + lane % 4 * 2 + i % 2);
+        e[i] = below >= 0 ? e[i] : 0.f;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[k].pair[i] = pack<X>(e[2 * i], e[2 * i + 1]);
+  }
+}
