@@ -12,21 +12,24 @@ peers=${3:-}
 mkdir -p "$(dirname "$dir")"
 dir=$(cd "$(dirname "$dir")" && pwd)/$(basename "$dir")
 [ -z "$cases" ] || cases=$(cd "$cases" && pwd)
-[ -z "$peers" ] || peers=$(cd "$peers" && pwd)
+if [ -n "$peers" ]; then
+  peers=$(cd "$peers" && pwd)
+  [ -f "$peers/peers.py" ] || { echo "pack.sh: no $peers/peers.py" >&2; exit 2; }
+fi
 cd "$(dirname "$0")/.."
 rm -rf "$dir"
 mkdir -p "$dir/bin" "$dir/tests" "$dir/cases" "$dir/shapes"
 
 cargo build --release -p mamba2-cli
 cp "${CARGO_TARGET_DIR:-target}/release/mamba2" "$dir/bin/"
-# The GPU tests are the integration tests whose names start with gpu. Two packages have one of the same name.
-for package in mamba2-cuda mamba2 mamba2-tuner; do
-  cargo test --release --no-run -p "$package" --test 'gpu*' 2>&1 | tee "$dir/build.log" >&2
-  sed -n 's/.*Executable tests\/\(.*\)\.rs (\(.*\))/\1 \2/p' "$dir/build.log" | while read -r name path; do
-    cp "$path" "$dir/tests/$package-$name"
-  done
+# The GPU tests are the integration tests whose names start with gpu; two packages have one of the same name. One build for all,
+# so that what they share is built once; cargo tells in JSON where it put which.
+cargo test --release --no-run -p mamba2-cuda -p mamba2 -p mamba2-tuner --test 'gpu*' --message-format=json >"$dir/build.json"
+tests='s|.*"package_id":"[^"]*/crates/\([^"#]*\)#.*"kind":\["test"\],.*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*|\1 \2 \3|p'
+sed -n "$tests" "$dir/build.json" | while read -r package name path; do
+  cp "$path" "$dir/tests/$package-$name"
 done
-rm "$dir/build.log"
+rm "$dir/build.json"
 cp benches/gpu.sh benches/compare.py "$dir/"
 cp tuning-db/shapes/*.toml "$dir/shapes/"
 if [ -n "$cases" ]; then cp "$cases"/*.safetensors "$dir/cases/"; fi

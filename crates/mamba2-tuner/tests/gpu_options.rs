@@ -369,6 +369,45 @@ fn n12_continuing_from_a_saved_state_gives_the_one_shot_answer() {
 }
 
 #[test]
+fn n12_the_error_does_not_depend_on_where_a_run_is_cut() {
+    let Some(gpu) = gpu() else { return };
+    const LENGTH: usize = 200;
+    let whole = problem("b=1,l=200,h=4,p=64,g=2,n=64,z=1");
+    let made = generate(&whole, 3, Pattern::Model);
+    let want = recurrence(&whole, &made.reference());
+    let run = |range: std::ops::Range<usize>, initial: Option<Values>| {
+        let part = Problem {
+            seqlen: range.len(),
+            ..whole.clone()
+        };
+        let config = rules::default_strategy(&part, gpu.device.facts()).unwrap();
+        let inputs = slice(&made, &whole, range, initial);
+        gpu.run(&gpu.trial(&part, &inputs, Placement::Exact), &config)
+            .unwrap()
+    };
+    let errors = |out: &[u8], states: &[u8]| {
+        [
+            ErrorReport::compare(&decode(out, Dtype::Bf16), &want.out).relative_frobenius,
+            ErrorReport::compare(&decode(states, Dtype::F32), &want.final_states)
+                .relative_frobenius,
+        ]
+    };
+    let once = run(0..LENGTH, None);
+    let once = errors(&once.out, &once.states);
+    for k in 0..=LENGTH {
+        let head = run(0..k, None);
+        let tail = run(k..LENGTH, Some(f32_values(&head.states)));
+        let cut = errors(&[head.out, tail.out].concat(), &tail.states);
+        for (cut, once) in cut.iter().zip(&once) {
+            assert!(
+                *cut <= 1.5 * once,
+                "cut at {k}: {cut:.2e}, in one run {once:.2e}"
+            );
+        }
+    }
+}
+
+#[test]
 fn n13_dt_goes_through_bias_softplus_and_clamp_in_this_order() {
     let Some(gpu) = gpu() else { return };
     for limit in ["0:inf", "0.001:0.1", "0:0"] {
