@@ -34,7 +34,7 @@ pub enum Command {
     Run(RunArgs),
     /// Compute made data on the best device found and compare it with float64.
     Demo(DemoArgs),
-    /// Time the forward pass and print it beside the physical limit.
+    /// Time forward passes and decode steps and print them beside the physical limit.
     Bench(BenchArgs),
     /// Find the fastest configs for a shape or a list of shapes and keep them.
     Tune(TuneArgs),
@@ -48,6 +48,9 @@ pub enum Command {
     Db(DbArgs),
     /// Report the GPU, driver, NVRTC, paths and caches: what was found and what is missing.
     Doctor(DoctorArgs),
+    /// Make one call in a new process and say how long it took, for `bench --first-call`.
+    #[command(hide = true, name = "first-call")]
+    FirstCall(FirstCallArgs),
     /// Serve one tuner over standard input and output.
     #[command(hide = true, name = "tune-worker")]
     TuneWorker {
@@ -152,28 +155,53 @@ pub struct DemoArgs {
 #[command(after_help = "\
 A shape is b=batch,l=seqlen,h=nheads,p=headdim,g=ngroups,n=dstate and, if wanted, dtype=bf16|f16|f32, dt_dtype=..,
 d=none|h|hp, z=1, bias=1, softplus=1, limit=lo:hi, init=none|f32|bf16|f16, final=.., packed=sequences, q=chunk size, tf32=1.
-A decode step is step:b=rows,h=nheads,p=headdim,g=ngroups,n=dstate[,t=tokens][,slots=..][,dtype=..][,state=f32|bf16|f16].
+A decode step is step:b=rows,h=nheads,p=headdim,g=ngroups,n=dstate[,t=tokens][,slots=..][,dtype=..][,state=f32|bf16|f16] and
+d, z, bias, softplus, limit, dt_dtype as above; with --step the axes may be written batch, nheads, headdim, ngroups, dstate, tokens.
 
 Examples:
   mamba2 bench --shape b=4,l=16384,h=8,p=64,g=1,n=128
-  mamba2 bench --shape step:b=64,h=80,p=64,g=1,n=128
+  mamba2 bench --step batch=64,nheads=80,headdim=64,ngroups=1,dstate=128
   mamba2 bench --sweep models --json models.json
+  mamba2 bench --sweep options                     what D, z and the dt pipeline cost
+  mamba2 bench --sweep decode --host-cost          what a call costs the host
+  mamba2 bench --shape b=1,l=4096,h=80,p=64,g=1,n=128 --first-call
   mamba2 bench --shape b=1,l=4096,h=24,p=64,g=1,n=128,dtype=f32 --backend cpu")]
 pub struct BenchArgs {
     /// A shape to time; may be given more than once.
-    #[arg(long, value_name = "SHAPE", required_unless_present = "sweep")]
+    #[arg(long, value_name = "SHAPE", required_unless_present_any = ["sweep", "step"])]
     pub shape: Vec<String>,
+    /// A decode step to time; may be given more than once.
+    #[arg(long, value_name = "SHAPE")]
+    pub step: Vec<String>,
     /// A kept list of shapes.
     #[arg(long, value_enum)]
     pub sweep: Option<Sweep>,
+    /// Time each forward shape plain, with D, with z, with the dt pipeline and with all three, in turns.
+    #[arg(long, conflicts_with_all = ["host_cost", "first_call"])]
+    pub options: bool,
+    /// Time what a call costs the host: enqueued, not waited for.
+    #[arg(long, conflicts_with = "first_call")]
+    pub host_cost: bool,
+    /// Time new processes from their start to the end of their first call, with kernels that an earlier process compiled.
+    #[arg(long)]
+    pub first_call: bool,
     #[command(flatten)]
     pub engine: EngineArgs,
-    /// Timed calls per shape.
-    #[arg(long, value_name = "N", default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    pub samples: u32,
+    /// Timed calls per shape (30), batches of calls with --host-cost (30), processes with --first-call (10).
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub samples: Option<u32>,
     /// Write results to a JSON file; `-` prints them.
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+}
+
+#[derive(Args)]
+pub struct FirstCallArgs {
+    /// Shape.
+    #[arg(long, value_name = "SHAPE")]
+    pub shape: String,
+    #[command(flatten)]
+    pub engine: EngineArgs,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -182,6 +210,10 @@ pub enum Sweep {
     Seed,
     /// Layers of published models.
     Models,
+    /// Decode steps of 1, 64 and 256 rows, f32 state.
+    Decode,
+    /// Three forward shapes, each with every option: implies --options.
+    Options,
 }
 
 #[derive(Args)]

@@ -15,6 +15,7 @@ mod print;
 mod progress;
 mod render;
 mod run;
+mod shape;
 mod step;
 mod tensor_file;
 mod tuning;
@@ -54,6 +55,7 @@ fn dispatch(command: &Command) -> Result<(), CliError> {
         Command::Db(args) => db::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Tune(args) => tuning::run(args),
+        Command::FirstCall(args) => bench::first_call_child(args),
         Command::TuneWorker { role } => tuning::worker(role),
     }
 }

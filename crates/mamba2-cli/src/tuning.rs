@@ -22,6 +22,7 @@ use crate::cli::TuneArgs;
 use crate::error::CliError;
 use crate::print;
 use crate::progress::bar;
+use crate::shape::parse_target;
 use crate::tensor_file::write_whole;
 
 impl From<TunerError> for CliError {
@@ -117,16 +118,6 @@ fn targets(args: &TuneArgs) -> Result<Vec<Target>, CliError> {
         });
     }
     args.shape.iter().map(|text| parse_target(text)).collect()
-}
-
-/// A shape on the command line: a forward pass, or a decode step after `step:`.
-pub fn parse_target(text: &str) -> Result<Target, CliError> {
-    let target = match text.strip_prefix("step:") {
-        Some(step) => Target::Step(step.parse()?),
-        None => Target::Forward(text.parse()?),
-    };
-    target.check()?;
-    Ok(target)
 }
 
 /// `--shard`, else what the job scheduler says, else everything.

@@ -84,7 +84,25 @@ fn explain_says_config_tier_and_key() {
         .json();
     assert_eq!(json["tier"], "default");
     assert_eq!(json["config"]["strategy"], "three_kernel");
-    assert!(json["workspace_bytes"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn c8_the_workspace_is_stated_before_anything_is_allocated() {
+    let bench = Bench::new();
+    // The report: states of all chunks of one long row would be 128 GiB at a chunk of 16.
+    let stated = |l: u64| {
+        let shape = format!("b=1,l={l},h=64,p=64,g=1,n=128");
+        let json = bench
+            .run(&["explain", "--arch", "90", "--shape", &shape, "--json"])
+            .ok()
+            .json();
+        json["workspace_bytes"].as_u64().unwrap()
+    };
+    let (short, long) = (stated(1 << 16), stated(1 << 20));
+    // No more than one 16-bit state for every 64 tokens, and what a few floats for each token and head take.
+    let most = (1 << 20) / 64 * 64 * 64 * 128 * 2 + (1 << 20) * 64 * 16;
+    assert!(short > 0 && short < long, "{short} and {long} bytes");
+    assert!(long <= most, "{long} bytes, at most {most}");
 }
 
 /// A3: a chosen config can be read, kept and forced. On the CPU there is nothing to force; the file must still be sound.

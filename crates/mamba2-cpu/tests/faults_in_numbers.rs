@@ -3,12 +3,11 @@
 
 mod common;
 
-use common::{assert_within, check, f32_problem, norm, run, try_step};
+use common::{assert_within, check, cut, decode, f32_problem, norm, run};
 use mamba2_reference::{
-    Bounds, ErrorReport, Generated, GeneratedStep, Pattern, Values, chunked, generate,
-    generate_packed, recurrence,
+    Bounds, ErrorReport, Pattern, Values, chunked, generate, generate_packed, recurrence,
 };
-use mamba2_spec::{ChunkSize, DtLimit, Dtype, Problem, StepProblem};
+use mamba2_spec::{ChunkSize, DtLimit, Dtype, Problem};
 
 fn with_chunk(problem: &Problem, chunk_size: u32) -> Problem {
     Problem {
@@ -156,44 +155,6 @@ fn floats(values: &Values) -> &[f32] {
     }
 }
 
-/// Tokens `first..first + len` of row 0 as a problem of their own, with the initial state of sequence `s`.
-fn cut(
-    problem: &Problem,
-    g: &Generated,
-    first: usize,
-    len: usize,
-    s: usize,
-) -> (Problem, Generated) {
-    let p = problem;
-    let part = |v: &Values, width: usize| {
-        Values::F32(floats(v)[first * width..(first + len) * width].to_vec())
-    };
-    let state = p.nheads * p.headdim * p.dstate;
-    let wide = p.nheads * p.headdim;
-    let generated = Generated {
-        x: part(&g.x, wide),
-        dt: part(&g.dt, p.nheads),
-        b: part(&g.b, p.ngroups * p.dstate),
-        c: part(&g.c, p.ngroups * p.dstate),
-        z: g.z.as_ref().map(|z| part(z, wide)),
-        initial_states: g
-            .initial_states
-            .as_ref()
-            .map(|v| Values::F32(floats(v)[s * state..(s + 1) * state].to_vec())),
-        cu_seqlens: None,
-        ..g.clone()
-    };
-    (
-        Problem {
-            batch: 1,
-            seqlen: len,
-            packed: None,
-            ..p.clone()
-        },
-        generated,
-    )
-}
-
 #[test]
 fn n10_heads_map_to_groups_in_blocks() {
     for (h, g) in [(24, 3), (8, 4), (6, 6), (6, 1)] {
@@ -313,57 +274,13 @@ fn n13_dt_gets_bias_then_softplus_then_the_clamp_in_prefill_and_decode() {
                     "a clamp to 0 freezes the state"
                 );
             }
-            let (out, states) = decode(&problem, &inputs, Dtype::F32);
+            let (out, states) = decode(&problem, &inputs, Dtype::F32, 1);
             assert!(ErrorReport::compare(&out, &results.out.to_f64()).within(1e-6));
             assert!(
                 ErrorReport::compare(&states, &results.final_states.unwrap().to_f64()).within(1e-6)
             );
         }
     }
-}
-
-/// The whole of `problem` token by token through `step`: outputs and states.
-fn decode(problem: &Problem, g: &Generated, state_dtype: Dtype) -> (Vec<f64>, Vec<f64>) {
-    let p = problem;
-    let mut step = StepProblem::new(p.batch, p.nheads, p.headdim, p.ngroups, p.dstate);
-    (step.dtype, step.dt_dtype, step.state_dtype) = (p.dtype, p.dt_dtype, state_dtype);
-    (step.d, step.z, step.dt_bias) = (p.d, p.z, p.dt_bias);
-    (step.dt_softplus, step.dt_limit) = (p.dt_softplus, p.dt_limit);
-    let token = |v: &Values, t: usize, width: usize| {
-        let all = v.to_f64();
-        let rows: Vec<f64> = (0..p.batch)
-            .flat_map(|b| all[(b * p.seqlen + t) * width..][..width].to_vec())
-            .collect();
-        Values::rounded(v.dtype().unwrap(), &rows)
-    };
-    let wide = p.nheads * p.headdim;
-    let states = p.batch * wide * p.dstate;
-    let mut state = match &g.initial_states {
-        Some(v) => Values::rounded(state_dtype, &v.to_f64()),
-        None => Values::zeros(state_dtype, states),
-    };
-    let mut out = vec![0.0; p.batch * p.seqlen * wide];
-    for t in 0..p.seqlen {
-        let one = GeneratedStep {
-            x: token(&g.x, t, wide),
-            dt: token(&g.dt, t, p.nheads),
-            a: g.a.clone(),
-            b: token(&g.b, t, p.ngroups * p.dstate),
-            c: token(&g.c, t, p.ngroups * p.dstate),
-            d: g.d.clone(),
-            z: g.z.as_ref().map(|z| token(z, t, wide)),
-            dt_bias: g.dt_bias.clone(),
-            state_batch_indices: None,
-            state,
-        };
-        let (result, next, y) = try_step(&step, &one);
-        result.unwrap();
-        state = next;
-        for (b, y) in y.to_f64().chunks_exact(wide).enumerate() {
-            out[(b * p.seqlen + t) * wide..][..wide].copy_from_slice(y);
-        }
-    }
-    (out, state.to_f64())
 }
 
 #[test]
@@ -378,8 +295,8 @@ fn n14_prefill_and_decode_agree_to_the_rounding_of_the_output() {
     let inputs = generate(&problem, 6, Pattern::Model);
     let want = recurrence(&problem, &inputs.reference());
     let prefill = run(&problem, &inputs).out.to_f64();
-    let (decoded, _) = decode(&problem, &inputs, Dtype::F32);
-    let (with_bf16_state, _) = decode(&problem, &inputs, Dtype::Bf16);
+    let (decoded, _) = decode(&problem, &inputs, Dtype::F32, 1);
+    let (with_bf16_state, _) = decode(&problem, &inputs, Dtype::Bf16, 1);
     let mean = |a: &[f64], b: &[f64]| {
         let report = ErrorReport::compare(a, b);
         report.mean_abs / report.want_mean_abs

@@ -4,7 +4,8 @@
 mod common;
 
 use common::{
-    d_shape, data, data_mut, f32_problem, inputs, run, state_shape, token_shape, try_run, try_step,
+    d_shape, data, data_mut, f32_problem, gather, inputs, run, state_shape, token_shape, try_run,
+    try_step,
 };
 use mamba2_cpu::{CpuError, HostData, HostDataMut, HostTensor, HostTensorMut, forward};
 use mamba2_reference::{Generated, Pattern, Values, generate, generate_step};
@@ -123,27 +124,6 @@ fn run_into_gaps(p: &Problem, views: &ForwardInputs<HostTensor<'_>>) -> (Values,
     };
     forward(p, views, &mut outputs).unwrap();
     (gather(&out, &out_meta), gather(&states, &state_meta))
-}
-
-fn gather(values: &Values, meta: &TensorMeta) -> Values {
-    let all = values.to_f64();
-    let (shape, strides) = (meta.shape(), meta.strides());
-    let mut picked = Vec::new();
-    let mut written = vec![false; all.len()];
-    for i in 0..meta.elems() {
-        let (mut rest, mut at) = (i, 0);
-        for axis in (0..4).rev() {
-            at += rest % shape[axis] * strides[axis];
-            rest /= shape[axis];
-        }
-        written[at] = true;
-        picked.push(all[at]);
-    }
-    assert!(
-        all.iter().zip(&written).all(|(v, w)| *w || v.is_nan()),
-        "a gap was written"
-    );
-    Values::rounded(values.dtype().unwrap(), &picked)
 }
 
 #[test]

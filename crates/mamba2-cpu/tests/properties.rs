@@ -3,9 +3,15 @@
 
 mod common;
 
-use common::{magnitudes, norm, run, try_step, used};
+use common::{
+    Gaps, cut, d_shape, data_from, data_mut, decode, gapped, gather, inputs, magnitudes, norm, run,
+    spread, state_shape, token_shape, try_step, used,
+};
+use mamba2_cpu::{HostTensor, HostTensorMut, forward};
 use mamba2_reference::{Pattern, Values, generate, generate_step, recurrence};
-use mamba2_spec::{ChunkSize, DKind, DtLimit, Dtype, Problem, StepProblem};
+use mamba2_spec::{
+    ChunkSize, DKind, DtLimit, Dtype, ForwardOutputs, Problem, StepProblem, TensorMeta,
+};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
@@ -161,6 +167,117 @@ proptest! {
             }
         }
         assert_near("out", &problem, &Values::rounded(problem.dtype, &got), &want.out, &terms.out);
+    }
+}
+
+/// Tokens of both pieces, row by row.
+fn join(problem: &Problem, head: &[f64], tail: &[f64]) -> Values {
+    let rows = problem.batch.max(1);
+    let (h, t) = (head.len() / rows, tail.len() / rows);
+    let all: Vec<f64> = (0..rows)
+        .flat_map(|b| [&head[b * h..][..h], &tail[b * t..][..t]].concat())
+        .collect();
+    Values::rounded(problem.dtype, &all)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 150, rng_seed: RngSeed::Fixed(21), failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn n12_any_run_cut_anywhere_gives_the_one_shot_answer(
+        problem in problems(), at in 0.0f64..=1.0, seed in any::<u64>(), pattern in 0..Pattern::ALL.len(),
+    ) {
+        let pattern = Pattern::ALL[pattern];
+        let problem = Problem { packed: None, final_states: Some(Dtype::F32), ..problem };
+        prop_assume!(fits(pattern, &[Some(problem.dtype), Some(problem.dt_dtype)]));
+        let k = (at * problem.seqlen as f64) as usize;
+        let inputs = generate(&problem, seed, pattern);
+        let reference = inputs.reference();
+        let (want, terms) = (recurrence(&problem, &reference), recurrence(&problem, &magnitudes(&reference)));
+        let (p1, head) = cut(&problem, &inputs, 0, k, 0);
+        let first = run(&p1, &head);
+        let (mut p2, mut tail) = cut(&problem, &inputs, k, problem.seqlen - k, 0);
+        (p2.initial_states, tail.initial_states) = (Some(Dtype::F32), first.final_states);
+        let second = run(&p2, &tail);
+        let out = join(&problem, &first.out.to_f64(), &second.out.to_f64());
+        assert_near("out", &problem, &out, &want.out, &terms.out);
+        assert_near("final_states", &problem, &second.final_states.unwrap(), &want.final_states, &terms.final_states);
+    }
+
+    #[test]
+    fn n14_prefill_then_decode_gives_one_long_prefill_however_many_tokens_a_step(
+        problem in problems(), last in 1usize..9, tokens_a_step in 2usize..6, seed in any::<u64>(), pattern in 0..Pattern::ALL.len(),
+    ) {
+        let pattern = Pattern::ALL[pattern];
+        let problem = Problem { packed: None, final_states: Some(Dtype::F32), ..problem };
+        prop_assume!(fits(pattern, &[Some(problem.dtype), Some(problem.dt_dtype)]));
+        let k = problem.seqlen.saturating_sub(last);
+        let inputs = generate(&problem, seed, pattern);
+        let reference = inputs.reference();
+        let (want, terms) = (recurrence(&problem, &reference), recurrence(&problem, &magnitudes(&reference)));
+        let (p1, head) = cut(&problem, &inputs, 0, k, 0);
+        let prefill = run(&p1, &head);
+        let (p2, mut tail) = cut(&problem, &inputs, k, problem.seqlen - k, 0);
+        tail.initial_states = prefill.final_states;
+        for tokens in [1, tokens_a_step] {
+            let (out, states) = decode(&p2, &tail, Dtype::F32, tokens);
+            assert_near("out", &problem, &join(&problem, &prefill.out.to_f64(), &out), &want.out, &terms.out);
+            assert_near("states", &problem, &Values::rounded(Dtype::F32, &states), &want.final_states, &terms.final_states);
+        }
+    }
+
+    #[test]
+    fn n16_views_with_any_gaps_give_the_bits_of_copies(
+        problem in problems(), gaps in proptest::collection::vec((0usize..4, 0usize..4, 0usize..4), 8), seed in any::<u64>(),
+    ) {
+        let p = &problem;
+        let mut g = generate(p, seed, Pattern::Plain);
+        g.poison_tail(p);
+        let want = run(p, &g);
+        let gaps: Vec<Gaps> = gaps.into_iter().map(|(lead, row, token)| Gaps { lead, row, token }).collect();
+        let group = [p.batch, p.seqlen, p.ngroups, p.dstate];
+        let meta = |i: usize, values: &Values, shape: &[usize]| gapped(values.dtype(), shape, gaps[i]);
+        let placed = |i: usize, values: &Values, shape: &[usize]| spread(values, &meta(i, values, shape), gaps[i].lead);
+        let x = placed(0, &g.x, &token_shape(p));
+        let b = placed(1, &g.b, &group);
+        let c = placed(2, &g.c, &group);
+        let dt = placed(3, &g.dt, &token_shape(p)[..3]);
+        let z = g.z.as_ref().map(|z| placed(4, z, &token_shape(p)));
+        let initial = g.initial_states.as_ref().map(|v| placed(5, v, &state_shape(p)));
+        fn view<'a>(values: &'a Values, meta: TensorMeta, lead: usize) -> HostTensor<'a> {
+            HostTensor::new(meta, data_from(values, lead)).unwrap()
+        }
+        let mut views = inputs(p, &g);
+        views.x = view(&x, meta(0, &g.x, &token_shape(p)), gaps[0].lead);
+        views.b = view(&b, meta(1, &g.b, &group), gaps[1].lead);
+        views.c = view(&c, meta(2, &g.c, &group), gaps[2].lead);
+        views.dt = view(&dt, meta(3, &g.dt, &token_shape(p)[..3]), gaps[3].lead);
+        views.z = z.as_ref().map(|z| view(z, meta(4, z, &token_shape(p)), gaps[4].lead));
+        views.initial_states = initial.as_ref().map(|v| view(v, meta(5, v, &state_shape(p)), gaps[5].lead));
+        let d = g.d.as_ref().map(|d| {
+            let meta = gapped(d.dtype(), &d_shape(p.d, p.nheads, p.headdim), gaps[6]);
+            (spread(d, &meta, 0), meta)
+        });
+        views.d = d.as_ref().map(|(d, meta)| view(d, *meta, 0));
+        let out_meta = gapped(Some(p.dtype), &token_shape(p), gaps[6]);
+        let states_meta = p.final_states.map(|dtype| gapped(Some(dtype), &state_shape(p), gaps[7]));
+        let mut out = Values::poison(p.dtype, out_meta.span_elems().unwrap());
+        let mut states = states_meta.map(|m| Values::poison(p.final_states.unwrap(), m.span_elems().unwrap()));
+        let mut outputs = ForwardOutputs {
+            out: HostTensorMut::new(out_meta, data_mut(&mut out)).unwrap(),
+            final_states: states.as_mut().map(|v| HostTensorMut::new(states_meta.unwrap(), data_mut(v)).unwrap()),
+        };
+        forward(p, &views, &mut outputs).unwrap();
+        let got = common::Results {
+            out: gather(&out, &out_meta),
+            final_states: states.map(|v| gather(&v, &states_meta.unwrap())),
+        };
+        // Values::rounded makes one NaN of all: compare numbers.
+        let same = |a: &Values, b: &Values| a.to_f64().iter().zip(b.to_f64()).all(|(a, b)| *a == b || (a.is_nan() && b.is_nan()));
+        prop_assert!(same(&got.out, &want.out), "out of {}", p);
+        if let Some(states) = &got.final_states {
+            prop_assert!(same(states, want.final_states.as_ref().unwrap()), "final_states of {}", p);
+        }
     }
 }
 

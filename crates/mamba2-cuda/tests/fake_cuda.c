@@ -1,5 +1,5 @@
 // A CUDA driver without a GPU, for tests: device memory is host memory, kernels do nothing, every call is written down.
-// Compiled by tests/fake_driver.rs. Definitions given on the command line change what it plays:
+// Compiled by tests/fake_driver.rs and by the command line's tests/fake_gpu.rs. Definitions given on the command line change what it plays:
 //   OMIT_GRAPHS      lacks cuGraphInstantiateWithFlags, as an old driver does
 //   INIT_STATUS=n    cuInit fails with n (34: stub library, 100: no device)
 //   MAJOR, MINOR     compute capability
@@ -80,8 +80,9 @@ int cuMemFree_v2(Address p) { free((void*)(size_t)p); return NOTE; }
 int cuMemGetInfo_v2(size_t* f, size_t* t) { *f = *t = (size_t)1 << 36; return 0; }
 int cuMemcpyHtoD_v2(Address d, const void* s, size_t n) { memcpy((void*)(size_t)d, s, n); return NOTE; }
 int cuMemcpyDtoH_v2(void* d, Address s, size_t n) { memcpy(d, (void*)(size_t)s, n); return NOTE; }
-int cuMemcpyDtoDAsync_v2(Address d, Address s, size_t n, Handle st) { memcpy((void*)(size_t)d, (void*)(size_t)s, n); return NOTE; }
-int cuMemsetD8Async(Address d, unsigned char v, size_t n, Handle st) { memset((void*)(size_t)d, v, n); return NOTE; }
+// What is captured is not done.
+int cuMemcpyDtoDAsync_v2(Address d, Address s, size_t n, Handle st) { if (!capturing) memcpy((void*)(size_t)d, (void*)(size_t)s, n); return NOTE; }
+int cuMemsetD8Async(Address d, unsigned char v, size_t n, Handle st) { if (!capturing) memset((void*)(size_t)d, v, n); return NOTE; }
 int cuModuleLoadData(Handle* m, const void* image) {
   NOTE;
   if (memcmp(image, "refuse", 6) == 0) return 209;

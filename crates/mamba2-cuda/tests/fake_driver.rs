@@ -183,7 +183,10 @@ fn tensors(
 
 #[test]
 fn i6_a_call_pushes_its_context_launches_and_pops_and_does_nothing_else() {
-    let text = play("scene_enqueue", &[]);
+    print_host_cost(&play("scene_enqueue", &[]));
+}
+
+fn print_host_cost(text: &str) {
     println!(
         "{}",
         text.lines()
@@ -270,16 +273,22 @@ fn scene_enqueue() {
         "borrowed streams and memory are not destroyed"
     );
 
-    // Host cost, with a driver that costs nothing.
-    let n = 20_000;
-    let start = std::time::Instant::now();
-    for _ in 0..n {
+    host_cost("forward", || {
         loaded
             .enqueue(&stream, &inputs, &outputs, &workspace)
             .expect("enqueue");
+    });
+}
+
+/// Host cost of a call, with a driver that costs nothing.
+fn host_cost(name: &str, mut call: impl FnMut()) {
+    let n = 20_000;
+    let start = std::time::Instant::now();
+    for _ in 0..n {
+        call();
     }
     let us = start.elapsed().as_secs_f64() * 1e6 / f64::from(n);
-    println!("host cost of enqueue without the driver's own: {us:.3} us");
+    println!("host cost of {name} without the driver's own: {us:.3} us");
     // The bound is for optimised code.
     assert!(
         us < if cfg!(debug_assertions) { 50.0 } else { 5.0 },
@@ -432,7 +441,7 @@ fn scene_empty() {
 
 #[test]
 fn the_step_is_enqueued_like_the_forward_pass() {
-    play("scene_step", &[]);
+    print_host_cost(&play("scene_step", &[]));
 }
 
 #[test]
@@ -478,6 +487,9 @@ fn scene_step() {
             "cuCtxPopCurrent_v2"
         ]
     );
+    host_cost("step", || {
+        loaded.enqueue(&stream, &inputs, &outputs).expect("enqueue");
+    });
     let outputs = StepOutputs {
         state: make(f32, &[8, 4, 64, 128]),
         ..outputs

@@ -215,3 +215,178 @@ pub fn try_step(p: &StepProblem, g: &GeneratedStep) -> (Result<(), CpuError>, Va
     let result = step(p, &inputs, &mut outputs);
     (result, state, out)
 }
+
+/// Tokens `first..first + len` of every row, or of a packed row, as a problem of their own. A piece of a packed row gets the
+/// initial state of sequence `s`.
+pub fn cut(
+    problem: &Problem,
+    g: &Generated,
+    first: usize,
+    len: usize,
+    s: usize,
+) -> (Problem, Generated) {
+    let p = problem;
+    let part = |v: &Values, width: usize| tokens(v, p.batch, p.seqlen, first..first + len, width);
+    let state = p.nheads * p.headdim * p.dstate;
+    let wide = p.nheads * p.headdim;
+    let generated = Generated {
+        x: part(&g.x, wide),
+        dt: part(&g.dt, p.nheads),
+        b: part(&g.b, p.ngroups * p.dstate),
+        c: part(&g.c, p.ngroups * p.dstate),
+        z: g.z.as_ref().map(|z| part(z, wide)),
+        initial_states: g.initial_states.as_ref().map(|v| match p.packed {
+            Some(sequences) => tokens(v, 1, sequences, s..s + 1, state),
+            None => v.clone(),
+        }),
+        cu_seqlens: None,
+        ..g.clone()
+    };
+    (
+        Problem {
+            seqlen: len,
+            packed: None,
+            ..p.clone()
+        },
+        generated,
+    )
+}
+
+/// Tokens of each row of `[batch, seqlen, width]`.
+fn tokens(
+    values: &Values,
+    batch: usize,
+    seqlen: usize,
+    range: std::ops::Range<usize>,
+    width: usize,
+) -> Values {
+    fn of<T: Copy>(v: &[T], batch: usize, row: usize, part: std::ops::Range<usize>) -> Vec<T> {
+        (0..batch)
+            .flat_map(|b| v[b * row..][part.clone()].iter().copied())
+            .collect()
+    }
+    let (row, part) = (seqlen * width, range.start * width..range.end * width);
+    match values {
+        Values::Bf16(v) => Values::Bf16(of(v, batch, row, part)),
+        Values::F16(v) => Values::F16(of(v, batch, row, part)),
+        Values::F32(v) => Values::F32(of(v, batch, row, part)),
+        Values::I32(v) => Values::I32(of(v, batch, row, part)),
+    }
+}
+
+/// The whole of `problem` through `step`, `tokens_a_step` at a time: outputs and states.
+pub fn decode(
+    problem: &Problem,
+    g: &Generated,
+    state_dtype: Dtype,
+    tokens_a_step: usize,
+) -> (Vec<f64>, Vec<f64>) {
+    let p = problem;
+    let mut step = StepProblem::new(p.batch, p.nheads, p.headdim, p.ngroups, p.dstate);
+    (step.dtype, step.dt_dtype, step.state_dtype) = (p.dtype, p.dt_dtype, state_dtype);
+    (step.d, step.z, step.dt_bias) = (p.d, p.z, p.dt_bias);
+    (step.dt_softplus, step.dt_limit) = (p.dt_softplus, p.dt_limit);
+    let wide = p.nheads * p.headdim;
+    let states = p.batch * wide * p.dstate;
+    let mut state = match &g.initial_states {
+        Some(v) => Values::rounded(state_dtype, &v.to_f64()),
+        None => Values::zeros(state_dtype, states),
+    };
+    let mut out = vec![0.0; p.batch * p.seqlen * wide];
+    for first in (0..p.seqlen).step_by(tokens_a_step) {
+        step.tokens = tokens_a_step.min(p.seqlen - first);
+        let (_, part) = cut(problem, g, first, step.tokens, 0);
+        let one = GeneratedStep {
+            x: part.x,
+            dt: part.dt,
+            a: part.a,
+            b: part.b,
+            c: part.c,
+            d: part.d,
+            z: part.z,
+            dt_bias: part.dt_bias,
+            state_batch_indices: None,
+            state,
+        };
+        let (result, next, y) = try_step(&step, &one);
+        result.unwrap();
+        state = next;
+        let row = step.tokens * wide;
+        for (b, y) in y.to_f64().chunks_exact(row).enumerate() {
+            out[(b * p.seqlen + first) * wide..][..row].copy_from_slice(y);
+        }
+    }
+    (out, state.to_f64())
+}
+
+/// Where a view has elements that are none of the tensor's.
+#[derive(Clone, Copy, Debug)]
+pub struct Gaps {
+    /// Before the first element.
+    pub lead: usize,
+    /// After each innermost row.
+    pub row: usize,
+    /// After each token, or each state.
+    pub token: usize,
+}
+
+/// The view of a contiguous tensor with gaps; its innermost axis stays contiguous.
+pub fn gapped(dtype: Option<Dtype>, shape: &[usize], gaps: Gaps) -> TensorMeta {
+    let mut strides = vec![1; shape.len()];
+    for axis in (0..shape.len() - 1).rev() {
+        let gap = match shape.len() - 1 - axis {
+            1 => gaps.row,
+            2 => gaps.token,
+            _ => 0,
+        };
+        strides[axis] = strides[axis + 1] * shape[axis + 1] + gap;
+    }
+    TensorMeta::strided(dtype, shape, &strides)
+}
+
+/// Index of element `i` of a tensor in the memory of its view.
+fn place(meta: &TensorMeta, i: usize) -> usize {
+    let mut rest = i;
+    let axes = meta.shape().iter().zip(meta.strides()).rev();
+    axes.fold(0, |at, (extent, stride)| {
+        let index = rest % extent;
+        rest /= extent;
+        at + index * stride
+    })
+}
+
+/// Memory of the view `meta` of `values`, `lead` elements in; everything else is NaN.
+pub fn spread(values: &Values, meta: &TensorMeta, lead: usize) -> Values {
+    let mut all = vec![f64::NAN; lead + meta.span_elems().unwrap()];
+    for (i, v) in values.to_f64().into_iter().enumerate() {
+        all[lead + place(meta, i)] = v;
+    }
+    Values::rounded(values.dtype().unwrap(), &all)
+}
+
+/// The elements of a view. Everything else must still be NaN.
+pub fn gather(values: &Values, meta: &TensorMeta) -> Values {
+    let all = values.to_f64();
+    let mut written = vec![false; all.len()];
+    let picked: Vec<f64> = (0..meta.elems())
+        .map(|i| {
+            written[place(meta, i)] = true;
+            all[place(meta, i)]
+        })
+        .collect();
+    assert!(
+        all.iter().zip(&written).all(|(v, w)| *w || v.is_nan()),
+        "a gap was written"
+    );
+    Values::rounded(values.dtype().unwrap(), &picked)
+}
+
+/// The elements of `values` from `lead` on.
+pub fn data_from(values: &Values, lead: usize) -> HostData<'_> {
+    match values {
+        Values::Bf16(v) => HostData::Bf16(&v[lead..]),
+        Values::F16(v) => HostData::F16(&v[lead..]),
+        Values::F32(v) => HostData::F32(&v[lead..]),
+        Values::I32(v) => HostData::I32(&v[lead..]),
+    }
+}

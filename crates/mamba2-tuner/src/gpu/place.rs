@@ -3,7 +3,8 @@
 use mamba2_cuda::{CudaError, Device, DeviceTensor};
 use mamba2_reference::{Generated, GeneratedStep, Values};
 use mamba2_spec::{
-    Alignment, DKind, Dtype, ForwardInputs, Problem, StepInputs, StepProblem, TensorMeta,
+    Alignment, DKind, Dtype, ForwardInputs, ForwardOutputs, Problem, StepInputs, StepOutputs,
+    StepProblem, TensorMeta,
 };
 
 use super::layout::{elem_bytes, padded, scatter, span_bytes};
@@ -101,14 +102,6 @@ pub fn forward(
         &made.dt,
     )?;
     let [z, x, b, c, dt] = placed;
-    let floats = |values: &Values| {
-        upload(
-            device,
-            values,
-            &TensorMeta::contiguous(Some(Dtype::F32), &[p.nheads]),
-            0,
-        )
-    };
     let states = [p.sequences(), p.nheads, p.headdim, p.dstate];
     let initial = |values: &Values| {
         upload(
@@ -118,29 +111,18 @@ pub fn forward(
             placement.lead_elems(),
         )
     };
-    let offsets = |cu: &Vec<i32>| {
-        upload(
-            device,
-            &Values::I32(cu.clone()),
-            &TensorMeta::contiguous(None, &[cu.len()]),
-            0,
-        )
-    };
+    let small = Small { device, placement };
     Ok(ForwardInputs {
         x: x.expect("x is always placed"),
         dt: dt.expect("dt is always placed"),
-        a: floats(&made.a)?,
+        a: small.heads(&made.a)?,
         b: b.expect("B is always placed"),
         c: c.expect("C is always placed"),
-        d: made
-            .d
-            .as_ref()
-            .map(|d| upload(device, d, &d_meta(p.d, p.nheads, p.headdim, placement), 0))
-            .transpose()?,
+        d: small.d(made.d.as_ref(), p.d, p.nheads, p.headdim)?,
         z,
-        dt_bias: made.dt_bias.as_ref().map(floats).transpose()?,
+        dt_bias: made.dt_bias.as_ref().map(|v| small.heads(v)).transpose()?,
         initial_states: made.initial_states.as_ref().map(initial).transpose()?,
-        cu_seqlens: made.cu_seqlens.as_ref().map(offsets).transpose()?,
+        cu_seqlens: small.integers(made.cu_seqlens.as_ref())?,
     })
 }
 
@@ -189,43 +171,92 @@ pub fn step(
         &made.dt,
     )?;
     let [z, x, b, c, dt] = placed;
-    let floats = |values: &Values| {
-        upload(
-            device,
-            values,
-            &TensorMeta::contiguous(Some(Dtype::F32), &[p.nheads]),
-            0,
-        )
-    };
-    let indices = |i: &Vec<i32>| {
-        upload(
-            device,
-            &Values::I32(i.clone()),
-            &TensorMeta::contiguous(None, &[i.len()]),
-            0,
-        )
-    };
+    let small = Small { device, placement };
     Ok(StepInputs {
         x: x.expect("x is always placed"),
         dt: dt.expect("dt is always placed"),
-        a: floats(&made.a)?,
+        a: small.heads(&made.a)?,
         b: b.expect("B is always placed"),
         c: c.expect("C is always placed"),
-        d: made
-            .d
-            .as_ref()
-            .map(|d| upload(device, d, &d_meta(p.d, p.nheads, p.headdim, placement), 0))
-            .transpose()?,
+        d: small.d(made.d.as_ref(), p.d, p.nheads, p.headdim)?,
         z,
-        dt_bias: made.dt_bias.as_ref().map(floats).transpose()?,
-        state_batch_indices: made.state_batch_indices.as_ref().map(indices).transpose()?,
+        dt_bias: made.dt_bias.as_ref().map(|v| small.heads(v)).transpose()?,
+        state_batch_indices: small.integers(made.state_batch_indices.as_ref())?,
     })
 }
 
-fn d_meta(kind: DKind, nheads: usize, headdim: usize, placement: Placement) -> TensorMeta {
-    match kind {
-        DKind::PerHeaddim => padded(Some(Dtype::F32), &[nheads, headdim], 1, placement.gap()),
-        _ => TensorMeta::contiguous(Some(Dtype::F32), &[nheads]),
+/// Memory for the outputs of a forward pass, with whatever is in it. For timing; verifying calls use
+/// [`super::Output`], which is guarded and poisoned.
+///
+/// # Errors
+/// As [`forward`].
+pub fn forward_outputs(
+    device: &Device,
+    problem: &Problem,
+    placement: Placement,
+) -> Result<ForwardOutputs<DeviceTensor>, CudaError> {
+    let lead = placement.lead_elems();
+    Ok(ForwardOutputs {
+        out: unwritten(device, &out_meta(problem, placement), lead)?,
+        final_states: final_meta(problem, placement)
+            .map(|meta| unwritten(device, &meta, lead))
+            .transpose()?,
+    })
+}
+
+/// The state cache of a decode step on the device, and memory for its output. For timing, as [`forward_outputs`].
+///
+/// # Errors
+/// As [`forward`].
+pub fn step_outputs(
+    device: &Device,
+    problem: &StepProblem,
+    made: &GeneratedStep,
+    placement: Placement,
+) -> Result<StepOutputs<DeviceTensor>, CudaError> {
+    let (out, state) = step_metas(problem, placement);
+    let lead = placement.lead_elems();
+    Ok(StepOutputs {
+        state: upload(device, &made.state, &state, lead)?,
+        out: unwritten(device, &out, lead)?,
+    })
+}
+
+/// The inputs that are no slice of a projection.
+struct Small<'a> {
+    device: &'a Device,
+    placement: Placement,
+}
+
+impl Small<'_> {
+    /// A or dt_bias.
+    fn heads(&self, values: &Values) -> Result<DeviceTensor, CudaError> {
+        let meta = TensorMeta::contiguous(Some(Dtype::F32), &[values.len()]);
+        upload(self.device, values, &meta, 0)
+    }
+
+    /// cu_seqlens or state_batch_indices.
+    fn integers(&self, values: Option<&Vec<i32>>) -> Result<Option<DeviceTensor>, CudaError> {
+        let up = |v: &Vec<i32>| {
+            let meta = TensorMeta::contiguous(None, &[v.len()]);
+            upload(self.device, &Values::I32(v.clone()), &meta, 0)
+        };
+        values.map(up).transpose()
+    }
+
+    fn d(
+        &self,
+        values: Option<&Values>,
+        kind: DKind,
+        nheads: usize,
+        headdim: usize,
+    ) -> Result<Option<DeviceTensor>, CudaError> {
+        let gap = self.placement.gap();
+        let meta = match kind {
+            DKind::PerHeaddim => padded(Some(Dtype::F32), &[nheads, headdim], 1, gap),
+            _ => TensorMeta::contiguous(Some(Dtype::F32), &[nheads]),
+        };
+        values.map(|d| upload(self.device, d, &meta, 0)).transpose()
     }
 }
 
@@ -369,4 +400,15 @@ fn upload(
         device.upload(&image)?
     };
     DeviceTensor::new(&buffer, lead_elems * elem_bytes(meta), *meta)
+}
+
+/// As [`upload`], without values.
+fn unwritten(
+    device: &Device,
+    meta: &TensorMeta,
+    lead_elems: usize,
+) -> Result<DeviceTensor, CudaError> {
+    let offset = lead_elems * elem_bytes(meta);
+    let buffer = device.alloc(offset + span_bytes(meta))?;
+    DeviceTensor::new(&buffer, offset, *meta)
 }

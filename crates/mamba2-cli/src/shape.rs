@@ -1,0 +1,114 @@
+//! Shapes on the command line.
+
+use mamba2::{Problem, StepProblem};
+use mamba2_tuner::Target;
+
+use crate::error::CliError;
+
+/// Axes by the names that tensors have, for `--step`.
+const LONG_NAMES: [(&str, &str); 7] = [
+    ("batch", "b"),
+    ("tokens", "t"),
+    ("nheads", "h"),
+    ("headdim", "p"),
+    ("ngroups", "g"),
+    ("dstate", "n"),
+    ("state_dtype", "state"),
+];
+/// Options of a decode step that a forward pass has too.
+const SHARED_OPTIONS: [&str; 6] = ["dt_dtype", "d", "z", "bias", "softplus", "limit"];
+
+/// A forward pass, or a decode step after `step:`.
+pub fn parse_target(text: &str) -> Result<Target, CliError> {
+    let target = match text.strip_prefix("step:") {
+        Some(step) => Target::Step(parse_step(step)?),
+        None => Target::Forward(text.parse()?),
+    };
+    target.check()?;
+    Ok(target)
+}
+
+/// A decode step: its sizes and dtypes, and the options d, z, bias, softplus, limit and dt_dtype in the words of a forward pass.
+/// Axes may have their long names.
+pub fn parse_step(text: &str) -> Result<StepProblem, CliError> {
+    let (mut sizes, mut options) = (Vec::new(), Vec::new());
+    for pair in text.split(',') {
+        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+        let key = key.trim();
+        let short = LONG_NAMES
+            .iter()
+            .find(|(long, _)| *long == key)
+            .map_or(key, |(_, short)| short);
+        let list = if SHARED_OPTIONS.contains(&short) {
+            &mut options
+        } else {
+            &mut sizes
+        };
+        list.push(format!("{short}={}", value.trim()));
+    }
+    let mut step: StepProblem = sizes.join(",").parse()?;
+    if options.is_empty() {
+        return Ok(step);
+    }
+    // Read by the parser of forward shapes, so that the words and the refusals are the same.
+    let forward: Problem = format!(
+        "b=1,l=1,h={},p={},g={},n={},dtype={},{}",
+        step.nheads,
+        step.headdim,
+        step.ngroups,
+        step.dstate,
+        step.dtype,
+        options.join(",")
+    )
+    .parse()?;
+    step.dt_dtype = forward.dt_dtype;
+    (step.d, step.z, step.dt_bias) = (forward.d, forward.z, forward.dt_bias);
+    (step.dt_softplus, step.dt_limit) = (forward.dt_softplus, forward.dt_limit);
+    step.check()?;
+    Ok(step)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use mamba2::{DKind, Dtype};
+
+    #[test]
+    fn long_and_short_names_of_axes_mean_the_same() {
+        assert_eq!(
+            parse_step("batch=64,nheads=80,headdim=64,dstate=128,ngroups=1").unwrap(),
+            parse_step("b=64,h=80,p=64,g=1,n=128").unwrap()
+        );
+    }
+
+    #[test]
+    fn what_a_target_prints_is_read_back() {
+        let mut step = StepProblem::new(3, 8, 64, 2, 128);
+        (step.z, step.dt_bias, step.dt_softplus) = (true, true, true);
+        (step.d, step.dt_dtype, step.state_dtype) = (DKind::PerHeaddim, Dtype::F32, Dtype::F16);
+        step.dt_limit.min = 0.25;
+        step.tokens = 2;
+        for target in [Target::Step(step.clone()), {
+            step.d = DKind::None;
+            (step.slots, step.indices) = (9, true);
+            Target::Step(step)
+        }] {
+            assert_eq!(parse_target(&target.to_string()).unwrap(), target);
+        }
+    }
+
+    #[test]
+    fn unknown_keys_and_values_are_refused_by_name() {
+        for (text, word) in [
+            ("b=1,h=1,p=1,g=1,n=1,no_such=1", "no_such"),
+            ("b=1,h=1,p=1,g=1,n=1,z=7", "z"),
+            ("b=1,h=1,p=1,g=1,n=1,limit=1", "limit"),
+            ("b=x,h=1,p=1,g=1,n=1", "b"),
+        ] {
+            let error = parse_step(text).unwrap_err().to_string();
+            assert!(error.contains(word), "{text}: {error}");
+        }
+    }
+}
