@@ -26,42 +26,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    produce(args, maps, s, ring, barriers);
+    RingPosition<STAGES> at;
+    produce<WITH_C>(args, maps, s, ring, barriers, at);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
     float state[HEADS][STATE_REGISTERS];
     float total[HEADS];
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
-      total[h] = 0.f;
+    for (int h = 0; h < HEADS; ++h)
 #pragma unroll
       for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] = 0.f;
-    }
     RingPosition<STAGES> at;
-    const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-    for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
-      wait_barrier(barriers.full(at.stage), at.parity);
-      if constexpr (!USE_TMA) fence_proxy_async();
-      const unsigned char* stage = ring + at.stage * STAGE_BYTES;
-      FragmentA<X> a[HEADS][4];
-#pragma unroll
-      for (int h = 0; h < HEADS; ++h) {
-        const Vectors v = vectors_of(stage, consumer * HEADS + h);
-        load_weighted_x(a[h], stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES, v.w());
-        const float g_last = v.g[CHUNK - 1];
-        total[h] += g_last;
-        const float decay = ex2_approx(fminf(g_last, 0.f));
-#pragma unroll
-        for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] *= decay;
-      }
-      wgmma_fence();
-#pragma unroll
-      for (int h = 0; h < HEADS; ++h) start_state_update(state[h], a[h], stage + B_OFFSET);
-      wgmma_commit_group();
-      wgmma_wait_group<0>();
-      mbarrier_arrive(barriers.empty(at.stage));
-    }
+    accumulate_segment(s, ring, barriers, consumer, at, true, state, total);
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
       const int head = first_head(s) + consumer * HEADS + h;

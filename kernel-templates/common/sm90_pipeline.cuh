@@ -1,11 +1,11 @@
-// What sm90_segment_state and sm90_fused_forward share: work items, the shared-memory ring, its producer, and the state update.
+// What sm90_segment_state, sm90_fused_forward and sm90_cluster_forward share: work items, the shared-memory ring, its producer, and the state update.
 //
 // A work item is one segment of one sequence for HEADS_BLOCK heads of a group. Warpgroup 0 produces, warpgroups 1..WARPGROUPS
 // consume, HEADS heads each.
 //
 // Shared-memory tiles are boxes of 64 rows x 64 elements with the 128-byte swizzle of wgmma: row r is 128 bytes, its 16-byte unit u
 // lies at u ^ (r % 8). A stage holds, in this order,
-//   C  [DSTATE_BOXES boxes, 64 tokens each]      (fused_forward only)
+//   C  [DSTATE_BOXES boxes, 64 tokens each]      (WITH_C only)
 //   B  [DSTATE_BOXES boxes]
 //   x  [HEADS_BLOCK boxes, 64 tokens x headdim]
 //   g, gd, w  [HEADS_BLOCK][3][64]
@@ -33,7 +33,7 @@ constexpr int BLOCKS_PER_SM = USE_TMA && WARPGROUPS == 1 && HEADS * STATE_REGIST
 // Registers after reallocation: what a block is launched with, moved from the producer to the
 // consumers. In steps of eight; a thread has at most 240. rules.rs computes the same.
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS_PER_SM * THREADS) > 248 ? 248 : 65536 / (BLOCKS_PER_SM * THREADS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = USE_TMA ? 56 : 72;
+constexpr int PRODUCER_REGISTERS = USE_TMA ? 56 : 88;
 constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 
@@ -61,12 +61,13 @@ struct Barriers {
 };
 
 // Copies one chunk's boxes with the tensor memory accelerator; one thread.
+template <bool COPY_C>
 __device__ __forceinline__ void copy_stage_tma(const TensorMaps& maps, const Segment& s, int token, unsigned stage, unsigned full) {
-  mbarrier_arrive_expect_tx(full, VECTORS_OFFSET);
+  mbarrier_arrive_expect_tx(full, VECTORS_OFFSET - (COPY_C ? 0 : C_BYTES));
 #pragma unroll
   for (int box = 0; box < DSTATE_BOXES; ++box) {
     tma_load_4d(stage + B_OFFSET + box * BOX_BYTES, &maps.b, box * 64, s.group, token, static_cast<int>(s.row), full);
-    if (WITH_C) tma_load_4d(stage + box * BOX_BYTES, &maps.c, box * 64, s.group, token, static_cast<int>(s.row), full);
+    if (COPY_C) tma_load_4d(stage + box * BOX_BYTES, &maps.c, box * 64, s.group, token, static_cast<int>(s.row), full);
   }
 #pragma unroll
   for (int h = 0; h < HEADS_BLOCK; ++h) tma_load_4d(stage + X_OFFSET + h * BOX_BYTES, &maps.x, 0, first_head(s) + h, token, static_cast<int>(s.row), full);
@@ -86,25 +87,28 @@ struct CpAsyncCopier {
     x = static_cast<const X*>(args.x) + s.row * args.x_strides.batch + token * args.x_strides.token + first_head(s) * args.x_strides.head + column;
   }
 
+  template <bool COPY_C>
   __device__ __forceinline__ void copy_stage(const ForwardArgs& args, const Segment& s, int chunk, unsigned char* stage) {
     unsigned char* to = stage + swizzled(row, threadIdx.x % 8);
     const int rows_left = s.tokens - chunk * CHUNK - row;
 #pragma unroll 1
     for (int box = 0; box < DSTATE_BOXES; ++box) {
       copy_box_async(to + B_OFFSET + box * BOX_BYTES, b + box * 64, args.b_strides.token, rows_left, DSTATE - box * 64 - column);
-      if (WITH_C) copy_box_async(to + box * BOX_BYTES, c + box * 64, args.c_strides.token, rows_left, DSTATE - box * 64 - column);
+      if (COPY_C) copy_box_async(to + box * BOX_BYTES, c + box * 64, args.c_strides.token, rows_left, DSTATE - box * 64 - column);
     }
 #pragma unroll 1
     for (int h = 0; h < HEADS_BLOCK; ++h)
       copy_box_async(to + X_OFFSET + h * BOX_BYTES, x + h * args.x_strides.head, args.x_strides.token, first_head(s) + h < end_head(s) ? rows_left : 0, HEADDIM - column);
     b += CHUNK * args.b_strides.token;
-    if (WITH_C) c += CHUNK * args.c_strides.token;
+    if (COPY_C) c += CHUNK * args.c_strides.token;
     x += CHUNK * args.x_strides.token;
   }
 };
 
-// Warpgroup 0: fills the ring for every chunk of the segment. Warp w makes the vectors of the heads w, w + 4, ...
-__device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers) {
+// Warpgroup 0: fills the ring, from `at`, for every chunk of the segment. Warp w makes the vectors of the heads w, w + 4, ...
+template <bool COPY_C>
+__device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers,
+                                        RingPosition<STAGES>& at) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int HEADS_WARP = (HEADS_BLOCK + 3) / 4;
   // Raw dt is loaded this many chunks before its use: a chunk is shorter than the latency of device memory.
@@ -134,7 +138,6 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
   for (int i = 0; i < DT_AHEAD; ++i) load_dt(raw[i]);
 
   CpAsyncCopier copier(args, s);
-  RingPosition<STAGES> at;
   const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
   for (int chunk0 = 0; chunk0 < chunks; chunk0 += DT_AHEAD) {
 #pragma unroll
@@ -144,9 +147,9 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
       wait_barrier(barriers.empty(at.stage), at.parity ^ 1);
       unsigned char* stage = ring + at.stage * STAGE_BYTES;
       if constexpr (USE_TMA) {
-        if (threadIdx.x == 0) copy_stage_tma(maps, s, static_cast<int>(s.first) + chunk * CHUNK, smem_address(stage), barriers.full(at.stage));
+        if (threadIdx.x == 0) copy_stage_tma<COPY_C>(maps, s, static_cast<int>(s.first) + chunk * CHUNK, smem_address(stage), barriers.full(at.stage));
       } else {
-        copier.copy_stage(args, s, chunk, stage);
+        copier.copy_stage<COPY_C>(args, s, chunk, stage);
         cp_async_mbarrier_arrive_noinc(barriers.full(at.stage));
       }
 #pragma unroll
@@ -185,6 +188,38 @@ __device__ __forceinline__ void start_state_update(float (&state)[STATE_REGISTER
   const WgmmaDescriptor<128> b(smem_address(b_boxes), BOX_BYTES);
 #pragma unroll
   for (int k = 0; k < 4; ++k) multiply_registers(state, a[k], b.at(k * 16 * 128));
+}
+
+// The consumer's part: the states at the segment's end from those at its start, and the whole decay, log2 units. The ring is read from
+// `at`; with `release` unset the stages stay full.
+__device__ __forceinline__ void accumulate_segment(const Segment& s, const unsigned char* ring, const Barriers& barriers, int consumer,
+                                                   RingPosition<STAGES>& at, bool release, float (&state)[HEADS][STATE_REGISTERS],
+                                                   float (&total)[HEADS]) {
+#pragma unroll
+  for (int h = 0; h < HEADS; ++h) total[h] = 0.f;
+  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
+  for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
+    wait_barrier(barriers.full(at.stage), at.parity);
+    if constexpr (!USE_TMA) fence_proxy_async();
+    const unsigned char* stage = ring + at.stage * STAGE_BYTES;
+    FragmentA<X> a[HEADS][4];
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+      const Vectors v = vectors_of(stage, consumer * HEADS + h);
+      load_weighted_x(a[h], stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES, v.w());
+      const float g_last = v.g[CHUNK - 1];
+      total[h] += g_last;
+      const float decay = ex2_approx(fminf(g_last, 0.f));
+#pragma unroll
+      for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] *= decay;
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) start_state_update(state[h], a[h], stage + B_OFFSET);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    if (release) mbarrier_arrive(barriers.empty(at.stage));
+  }
 }
 
 // headdim and dstate of accumulator element i of this thread.

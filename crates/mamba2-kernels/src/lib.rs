@@ -41,6 +41,7 @@ pub const HEADERS: &[(&str, &str)] = templates![
     "common/fragments.cuh",
     "common/require.cuh",
     "common/sm90_chunk.cuh",
+    "common/sm90_forward.cuh",
     "common/sm90_pipeline.cuh",
     "common/sm90_swap_pipeline.cuh",
     "common/softplus.cuh",
@@ -51,6 +52,7 @@ pub const HEADERS: &[(&str, &str)] = templates![
     "ptx/math.cuh",
     "ptx/mma.cuh",
     "ptx/sm90_barrier.cuh",
+    "ptx/sm90_cluster.cuh",
     "ptx/sm90_tma.cuh",
     "ptx/sm90_wgmma.cuh",
     "ptx/special.cuh",
@@ -65,6 +67,7 @@ const ENTRIES: &[(&str, &str)] = templates![
     "sm90_fused_forward.cu",
     "sm90_swap_segment_state.cu",
     "sm90_swap_fused_forward.cu",
+    "sm90_cluster_forward.cu",
     "state_update.cu",
 ];
 

@@ -1,6 +1,8 @@
 //! Everything derived from a problem and a config: grids, threads, shared memory, workspace. Pure functions, never stored.
 
-use crate::parameters::{ChunkCumsum, ComputeOut, FwdPassState, SegmentScan, StateUpdate};
+use crate::parameters::{
+    ChunkCumsum, ComputeOut, FwdPassState, SegmentScan, Sm90ClusterForward, StateUpdate,
+};
 use crate::{DeviceFacts, Kernel, KernelConfig, Problem, StepProblem, StrategyConfig};
 
 /// Tokens of one shared-memory tile in fwd_pass_state and compute_out.
@@ -175,8 +177,8 @@ struct Sm90Launch {
 }
 
 impl Sm90Launch {
-    fn launch(&self, problem: &Problem) -> KernelLaunch {
-        let with_c = self.kernel == Kernel::Sm90FusedForward;
+    fn smem_bytes(&self, problem: &Problem) -> usize {
+        let with_c = self.kernel != Kernel::Sm90SegmentState;
         let boxes = problem.dstate.div_ceil(64);
         let heads = (self.heads * self.warpgroups) as usize;
         let tiles = (boxes * if with_c { 2 } else { 1 } + heads) * SM90_BOX_BYTES;
@@ -186,16 +188,46 @@ impl Sm90Launch {
         } else {
             0
         };
-        let blocks = problem.ngroups * problem.heads_per_group().div_ceil(heads);
-        let items = (segment_items(self.segment, problem) * blocks) as u64;
+        1024 + self.stages as usize * (tiles + vectors) + states
+    }
+
+    /// Blocks that share the heads of one segment.
+    fn head_blocks(&self, problem: &Problem) -> usize {
+        let heads = (self.heads * self.warpgroups) as usize;
+        problem.ngroups * problem.heads_per_group().div_ceil(heads)
+    }
+
+    fn launch(&self, problem: &Problem) -> KernelLaunch {
+        let items = (segment_items(self.segment, problem) * self.head_blocks(problem)) as u64;
         launch(
             self.kernel,
             items,
             items,
             128 * (self.warpgroups + 1),
-            1024 + self.stages as usize * (tiles + vectors) + states,
+            self.smem_bytes(problem),
         )
     }
+}
+
+fn cluster_forward_launch(c: &Sm90ClusterForward, problem: &Problem) -> KernelLaunch {
+    let forward = Sm90Launch {
+        kernel: Kernel::Sm90ClusterForward,
+        segment: 0,
+        heads: c.heads,
+        warpgroups: c.warpgroups,
+        stages: c.stages,
+    };
+    let heads = (c.heads * c.warpgroups) as usize;
+    let exchanged_states = heads * 64 * problem.dstate.next_multiple_of(64) * 4;
+    let clusters = (problem.sequences() * forward.head_blocks(problem)) as u64;
+    let blocks = clusters * u64::from(c.cluster);
+    launch(
+        Kernel::Sm90ClusterForward,
+        clusters,
+        blocks,
+        128 * (c.warpgroups + 1),
+        forward.smem_bytes(problem) + exchanged_states,
+    )
 }
 
 /// Parameters and shape of a kernel of the fused forward with transposed states; kernel-templates/common/sm90_swap_pipeline.cuh
@@ -286,6 +318,7 @@ pub fn kernel_launch(
             stages: c.stages,
         }
         .launch(problem),
+        KernelConfig::Sm90ClusterForward(c) => cluster_forward_launch(c, problem),
         KernelConfig::StateUpdate(_) => launch(Kernel::StateUpdate, 0, 0, 32, 0),
     }
 }
@@ -321,6 +354,7 @@ pub fn plan(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) ->
         .map(|k| kernel_launch(k, problem, device))
         .collect();
     let (slots, slots_per_row) = match config.segment() {
+        _ if matches!(config, StrategyConfig::Sm90Cluster(_)) => (problem.sequences(), 1),
         None => {
             let chunk_size = config.chunk_size() as usize;
             (
@@ -358,6 +392,8 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
     };
     let state_elems = problem.nheads * problem.headdim * states_row_elems(problem);
     let mut workspace = match config.segment() {
+        // States go from block to block through shared memory.
+        _ if matches!(config, StrategyConfig::Sm90Cluster(_)) => Workspace::default(),
         None => {
             let chunk_size = config.chunk_size() as usize;
             let slots = problem.chunk_slots(chunk_size);

@@ -354,6 +354,18 @@ parameter_table! {
         stages: STAGES = 2 in [1, 2, 3] unit "chunks";
     }
 
+    /// Parameters of `sm90_cluster_forward`: the whole forward pass in one launch, a cluster of blocks a sequence.
+    Sm90ClusterForward for Sm90ClusterForward {
+        /// Blocks per cluster: segments that a sequence is split into.
+        cluster: CLUSTER = 8 in [2, 4, 8] unit "blocks";
+        /// Heads per consumer warpgroup; they share one C B^T.
+        heads: HEADS = 1 in [1, 2] unit "heads";
+        /// Consumer warpgroups per block; they share the B and C tiles.
+        warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
+        /// 64-token chunks in flight; a segment of no more is copied once.
+        stages: STAGES = 2 in [2, 3, 4] unit "chunks";
+    }
+
     /// Parameters of `state_update`: one decode step on a paged state cache.
     StateUpdate for StateUpdate {
         /// headdim rows of the state per block.

@@ -1,14 +1,15 @@
 //! Numbered legality rules. Each is checked here before anything is compiled, and asserted under the same number in the
 //! CUDA template (`MAMBA2_REQUIRE(C01, ...)`); a test in mamba2-kernels pairs the two lists.
 
-use crate::launch::{kernel_launch, step_launch};
+use crate::launch::{MAX_GRID_X, kernel_launch, step_launch};
 use crate::parameters::{
-    ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90FusedForward, Sm90SegmentState,
-    Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
+    ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90ClusterForward, Sm90FusedForward,
+    Sm90SegmentState, Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
 };
 use crate::{
-    Alignment, ChunkSize, DeviceFacts, Dtype, Kernel, KernelConfig, Problem, Sm90FusedConfig,
-    Sm90SwapFusedConfig, SpecError, StepProblem, StrategyConfig, ThreeKernelConfig,
+    Alignment, ChunkSize, DeviceFacts, Dtype, Kernel, KernelConfig, Problem, Sm90ClusterConfig,
+    Sm90FusedConfig, Sm90SwapFusedConfig, SpecError, StepProblem, StrategyConfig,
+    ThreeKernelConfig,
 };
 
 /// A legality rule.
@@ -55,6 +56,8 @@ rules! {
     P06 false "wgmma exists on compute capability 9.0 only";
     P07 false "a segment is shorter than the sequence, and a sequence has at most 128 of them: the scan is serial";
     P08 false "at most a third of the heads a block computes are padding of its group";
+    K01 false "the blocks of a cluster are one launch: their number fits the grid";
+    K02 false "every block of a cluster has a chunk of an unpacked sequence";
     W01 true "the state of a unit, and what the products need beside it, stay in registers";
     W02 false "BLOCK_HEAD is the narrowest that covers headdim in its number of tiles, which is a power of two";
     W03 false "at most a third of the units a block computes are padding of its group";
@@ -175,6 +178,24 @@ pub fn check_kernel(
                 true,
                 problem,
                 device,
+            )?;
+            64
+        }
+        KernelConfig::Sm90ClusterForward(c) => {
+            check_sm90(config, 0, c.heads, c.warpgroups, true, problem, device)?;
+            let launch = kernel_launch(config, problem, device);
+            require(
+                config,
+                "K01",
+                launch.work_items * u64::from(c.cluster) <= MAX_GRID_X,
+                || format!("{} clusters of {}", launch.work_items, c.cluster),
+            )?;
+            let chunks = problem.seqlen.div_ceil(64);
+            require(
+                config,
+                "K02",
+                problem.packed.is_some() || chunks >= c.cluster as usize,
+                || format!("{chunks} chunks for {} blocks", c.cluster),
             )?;
             64
         }
@@ -474,7 +495,7 @@ fn sm90_consumer_registers(warpgroups: u32, states: u32, packed: bool) -> u32 {
         1
     };
     let launch = (65536 / (blocks * threads) / 8 * 8).min(248);
-    let producer = if packed { 72 } else { 56 };
+    let producer = if packed { 88 } else { 56 };
     ((launch * threads - producer * 128) / (128 * warpgroups) / 8 * 8).min(240)
 }
 
@@ -580,6 +601,7 @@ pub fn check_strategy(
         ]
         .map(|s| (s, 0))
         .to_vec(),
+        StrategyConfig::Sm90Cluster(_) => vec![(0, 0)],
         StrategyConfig::Sm90SwapFused(c) => [
             c.segment_state.segment,
             c.segment_scan.segment,
@@ -874,10 +896,15 @@ pub fn agreement_defaults(problem: &Problem, device: &DeviceFacts) -> Vec<Strate
         .domain
         .iter()
         .filter_map(|segment| sm90_swap_fused_for(problem, device, *segment));
+    let cluster = nearest(Sm90ClusterForward::default(), |c| {
+        check_kernel(&KernelConfig::Sm90ClusterForward(*c), problem, device).is_ok()
+    })
+    .map(|cluster_forward| Sm90ClusterConfig { cluster_forward });
     three
         .map(StrategyConfig::ThreeKernel)
         .chain(fused.map(StrategyConfig::Sm90Fused))
         .chain(swap_fused.map(StrategyConfig::Sm90SwapFused))
+        .chain(cluster.map(StrategyConfig::Sm90Cluster))
         .collect()
 }
 

@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::SpecError;
 use crate::parameters::{
-    ChunkCumsum, ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90FusedForward,
-    Sm90SegmentState, Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
+    ChunkCumsum, ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90ClusterForward,
+    Sm90FusedForward, Sm90SegmentState, Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
 };
 
 /// A kernel of `kernel-templates/`.
@@ -28,13 +28,15 @@ pub enum Kernel {
     Sm90SwapSegmentState,
     /// As [`Kernel::Sm90FusedForward`] with the state transposed: any headdim, dstate up to 512 (Hopper).
     Sm90SwapFusedForward,
+    /// Y and the final state in one launch, a cluster of blocks a sequence (Hopper).
+    Sm90ClusterForward,
     /// One decode step.
     StateUpdate,
 }
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Kernel; 9] = [
+    pub const ALL: [Kernel; 10] = [
         Kernel::ChunkCumsum,
         Kernel::FwdPassState,
         Kernel::ComputeOut,
@@ -43,6 +45,7 @@ impl Kernel {
         Kernel::Sm90FusedForward,
         Kernel::Sm90SwapSegmentState,
         Kernel::Sm90SwapFusedForward,
+        Kernel::Sm90ClusterForward,
         Kernel::StateUpdate,
     ];
 
@@ -55,7 +58,9 @@ impl Kernel {
     /// swizzled as a whole. Boxes of B and C are 64 elements of dstate.
     pub const fn x_box_columns(self) -> Option<u32> {
         match self {
-            Kernel::Sm90SegmentState | Kernel::Sm90FusedForward => Some(64),
+            Kernel::Sm90SegmentState | Kernel::Sm90FusedForward | Kernel::Sm90ClusterForward => {
+                Some(64)
+            }
             Kernel::Sm90SwapSegmentState | Kernel::Sm90SwapFusedForward => Some(32),
             _ => None,
         }
@@ -72,6 +77,7 @@ impl Kernel {
             Kernel::Sm90FusedForward => "sm90_fused_forward",
             Kernel::Sm90SwapSegmentState => "sm90_swap_segment_state",
             Kernel::Sm90SwapFusedForward => "sm90_swap_fused_forward",
+            Kernel::Sm90ClusterForward => "sm90_cluster_forward",
             Kernel::StateUpdate => "state_update",
         }
     }
@@ -141,6 +147,16 @@ pub struct Sm90SwapFusedConfig {
     pub fused_forward: Sm90SwapFusedForward,
 }
 
+/// Config of the forward pass in one launch.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+#[serde(deny_unknown_fields)]
+pub struct Sm90ClusterConfig {
+    /// The only launch.
+    pub cluster_forward: Sm90ClusterForward,
+}
+
 /// How a forward pass is done, with every searched parameter. The only thing a tuning database stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(tag = "strategy", rename_all = "snake_case")]
@@ -151,6 +167,8 @@ pub enum StrategyConfig {
     Sm90Fused(Sm90FusedConfig),
     /// sm90_swap_segment_state, segment_scan, sm90_swap_fused_forward.
     Sm90SwapFused(Sm90SwapFusedConfig),
+    /// sm90_cluster_forward.
+    Sm90Cluster(Sm90ClusterConfig),
 }
 
 impl StrategyConfig {
@@ -160,6 +178,7 @@ impl StrategyConfig {
             StrategyConfig::ThreeKernel(_) => "three_kernel",
             StrategyConfig::Sm90Fused(_) => "sm90_fused",
             StrategyConfig::Sm90SwapFused(_) => "sm90_swap_fused",
+            StrategyConfig::Sm90Cluster(_) => "sm90_cluster",
         }
     }
 
@@ -167,14 +186,16 @@ impl StrategyConfig {
     pub fn chunk_size(&self) -> u32 {
         match self {
             StrategyConfig::ThreeKernel(c) => c.compute_out.chunk_size,
-            StrategyConfig::Sm90Fused(_) | StrategyConfig::Sm90SwapFused(_) => 64,
+            StrategyConfig::Sm90Fused(_)
+            | StrategyConfig::Sm90SwapFused(_)
+            | StrategyConfig::Sm90Cluster(_) => 64,
         }
     }
 
-    /// Tokens per segment, of a fused strategy; 0 is the whole sequence.
+    /// Tokens per segment of a strategy that splits sequences into segments of one length; 0 is the whole sequence.
     pub fn segment(&self) -> Option<u32> {
         match self {
-            StrategyConfig::ThreeKernel(_) => None,
+            StrategyConfig::ThreeKernel(_) | StrategyConfig::Sm90Cluster(_) => None,
             StrategyConfig::Sm90Fused(c) => Some(c.fused_forward.segment),
             StrategyConfig::Sm90SwapFused(c) => Some(c.fused_forward.segment),
         }
@@ -204,6 +225,9 @@ impl StrategyConfig {
                 KernelConfig::SegmentScan(c.segment_scan),
                 KernelConfig::Sm90SwapFusedForward(c.fused_forward),
             ],
+            StrategyConfig::Sm90Cluster(c) => {
+                vec![KernelConfig::Sm90ClusterForward(c.cluster_forward)]
+            }
         }
     }
 
@@ -227,6 +251,9 @@ impl StrategyConfig {
             (StrategyConfig::Sm90SwapFused(c), KernelConfig::Sm90SwapFusedForward(k)) => {
                 c.fused_forward = k
             }
+            (StrategyConfig::Sm90Cluster(c), KernelConfig::Sm90ClusterForward(k)) => {
+                c.cluster_forward = k
+            }
             _ => return None,
         }
         Some(self)
@@ -249,6 +276,7 @@ impl StrategyConfig {
             StrategyConfig::Sm90Fused(_) | StrategyConfig::Sm90SwapFused(_) => {
                 format!("segment={}", self.segment().unwrap_or_default())
             }
+            StrategyConfig::Sm90Cluster(_) => "one launch".into(),
         }
     }
 }
@@ -318,5 +346,6 @@ kernel_config!(
     Sm90FusedForward,
     Sm90SwapSegmentState,
     Sm90SwapFusedForward,
+    Sm90ClusterForward,
     StateUpdate
 );

@@ -334,6 +334,7 @@ fn kernel_value(config: &KernelConfig) -> Value {
         KernelConfig::Sm90FusedForward(c) => to_value(c),
         KernelConfig::Sm90SwapSegmentState(c) => to_value(c),
         KernelConfig::Sm90SwapFusedForward(c) => to_value(c),
+        KernelConfig::Sm90ClusterForward(c) => to_value(c),
         KernelConfig::StateUpdate(c) => to_value(c),
     }
 }

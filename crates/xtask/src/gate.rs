@@ -225,6 +225,7 @@ fn case_against_rule(id: &str) -> Option<Case> {
                 KernelConfig::Sm90FusedForward(c) => c.segment = 96,
                 KernelConfig::Sm90SwapSegmentState(c) => c.segment = 96,
                 KernelConfig::Sm90SwapFusedForward(c) => c.segment = 96,
+                KernelConfig::Sm90ClusterForward(c) => c.cluster = 3,
                 KernelConfig::StateUpdate(c) => c.row_threads = 6,
             }
             [config, odd]
