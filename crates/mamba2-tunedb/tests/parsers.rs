@@ -60,7 +60,7 @@ fn damaged(seed: &[u8], (flips, lost, cut): Damage) -> Vec<u8> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn t3_a_damaged_snapshot_gives_only_records_that_were_written(damage in damage()) {
