@@ -164,6 +164,7 @@ fn t15_the_default_wins_when_nothing_is_faster_by_more_than_the_noise() {
         rules: vec![
             rule("three_kernel:", Act::Takes(300.0)),
             rule("sm90_fused:", Act::Takes(300.0)),
+            rule("sm90_swap_fused:", Act::Takes(300.0)),
         ],
         ..Script::default()
     });
@@ -178,6 +179,7 @@ fn near_ties_are_measured_again() {
         rules: vec![
             rule("three_kernel:", Act::Takes(300.0)),
             rule("sm90_fused:", Act::Takes(300.0)),
+            rule("sm90_swap_fused:", Act::Takes(300.0)),
         ],
         ..Script::default()
     });

@@ -42,7 +42,7 @@ fn the_models_are_listed_with_their_tensor_parallel_splits() {
     for (name, (h, p, g, n)) in models {
         for tp in [1, 2, 4, 8usize] {
             let sizes = format!("h={},p={p},g={},n={n}", h / tp, usize::max(g / tp, 1));
-            for prefix in ["b=1,l=2048,", "step:b=1,"] {
+            for prefix in ["b=1,l=2048,", "step:b=1,t=1,"] {
                 let wanted = format!("{prefix}{sizes}");
                 assert!(
                     listed.iter().any(|s| s.starts_with(&wanted)),
