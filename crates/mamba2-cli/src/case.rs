@@ -1,5 +1,7 @@
 //! Forward and decode calls as owned tensors: read from a file or generated, handed to the engine as views.
 
+use std::path::Path;
+
 use mamba2_cpu::{CpuError, HostTensor, HostTensorMut};
 use mamba2_reference::{Pattern, RefInputs, RefOutputs, Values, generate, generate_step};
 use mamba2_spec::{
@@ -57,8 +59,13 @@ pub struct ForwardCase {
 
 impl ForwardCase {
     /// Reads a case. The problem's sizes come from the shapes, its options from the metadata.
-    pub fn read(path: &std::path::Path) -> Result<ForwardCase, CliError> {
-        let mut file = TensorFile::read(path, FORWARD_TENSORS, METADATA)?;
+    pub fn read(path: &Path) -> Result<ForwardCase, CliError> {
+        ForwardCase::parse(path, &read(path)?)
+    }
+
+    /// Reads a case from the bytes of a file, which may be anything. `path` is for messages.
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<ForwardCase, CliError> {
+        let mut file = TensorFile::parse(path, bytes, FORWARD_TENSORS, METADATA)?;
         let (softplus, limit) = dt_options(&file)?;
         let inputs = ForwardInputs {
             x: file.require("x")?,
@@ -93,6 +100,7 @@ impl ForwardCase {
             problem.packed = Some(offsets.len() - 1);
         }
         problem.check().map_err(&spec)?;
+        final_states_fit(&problem).map_err(|reason| file.refuse(reason))?;
         let expected_out = expected(&mut file, "expected_out", inputs.x.shape())?;
         let states = [
             problem.sequences(),
@@ -202,6 +210,32 @@ impl ForwardCase {
     }
 }
 
+fn read(path: &Path) -> Result<Vec<u8>, CliError> {
+    std::fs::read(path).map_err(CliError::io(path, "read"))
+}
+
+/// Empty sequences cost a file nothing and the output a whole state each: a small file may ask for more than there is.
+fn final_states_fit(p: &Problem) -> Result<(), String> {
+    let Some(dtype) = p.final_states else {
+        return Ok(());
+    };
+    let bytes = [p.sequences(), p.nheads, p.headdim, p.dstate]
+        .iter()
+        .try_fold(dtype.size_bytes(), |all, n| all.checked_mul(*n));
+    // Asked of the system, which knows what it has; given back at once.
+    let fits = bytes.is_some_and(|n| Vec::<u8>::new().try_reserve_exact(n).is_ok());
+    if fits {
+        return Ok(());
+    }
+    Err(format!(
+        "final_states: expected states that fit in memory, got [{}, {}, {}, {}] of {dtype}",
+        p.sequences(),
+        p.nheads,
+        p.headdim,
+        p.dstate
+    ))
+}
+
 fn optional_view(tensor: &Option<OwnedTensor>) -> Result<Option<HostTensor<'_>>, CpuError> {
     tensor.as_ref().map(OwnedTensor::view).transpose()
 }
@@ -236,8 +270,13 @@ pub struct StepCase {
 
 impl StepCase {
     /// Reads a case, as [`ForwardCase::read`] does.
-    pub fn read(path: &std::path::Path) -> Result<StepCase, CliError> {
-        let mut file = TensorFile::read(path, STEP_TENSORS, METADATA)?;
+    pub fn read(path: &Path) -> Result<StepCase, CliError> {
+        StepCase::parse(path, &read(path)?)
+    }
+
+    /// Reads a case from the bytes of a file, as [`ForwardCase::parse`] does.
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<StepCase, CliError> {
+        let mut file = TensorFile::parse(path, bytes, STEP_TENSORS, METADATA)?;
         let (softplus, limit) = dt_options(&file)?;
         let state = file.require("state")?;
         let inputs = StepInputs {

@@ -222,6 +222,7 @@ Examples:
   mamba2 tune --shape b=4,l=16384,h=8,p=64,g=1,n=128
   mamba2 tune --shapes models.toml --resume
   mamba2 tune --shapes models.toml --shard 0/8       one of eight jobs; then `mamba2 db merge`
+  mamba2 tune --shapes held-out.toml --hold-out      what the nearest match is worth on shapes that were not tuned
 
 Interrupted? Run it again: every timing is stored as soon as it is known.")]
 pub struct TuneArgs {
@@ -237,6 +238,10 @@ pub struct TuneArgs {
     /// Skip shapes whose record is up to date. Candidates of the others are never measured twice, with or without.
     #[arg(long)]
     pub resume: bool,
+    /// Tune nothing: look each shape up as if it had never been tuned, and measure what the nearest record says beside the
+    /// default. Exit 1 if that loses by more than the noise.
+    #[arg(long, conflicts_with_all = ["resume", "report"])]
+    pub hold_out: bool,
     /// CUDA device ordinal; may be given more than once. All visible GPUs like the first one if not given.
     #[arg(long, value_name = "N")]
     pub device: Vec<usize>,

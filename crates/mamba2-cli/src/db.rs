@@ -279,10 +279,16 @@ impl Db {
         let report = ops::path(&self.cache);
         let text = match &report.cache_dir {
             Some(path) => format!(
-                "{}\n({}; the database has {} bytes)",
+                "{}\n({}; the database has {} bytes{})",
                 path.display(),
                 report.reason,
-                report.bytes
+                report.bytes,
+                report
+                    .network_file_system
+                    .as_ref()
+                    .map_or_else(String::new, |kind| format!(
+                        "; on {kind}, so there can be no store here: commits leave part files"
+                    ))
             ),
             None => format!("none\n({})", report.reason),
         };

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use mamba2::{Arch, CacheDir, Device, DeviceFacts, Ladder, Problem, StrategyConfig};
-use mamba2_cuda::{forward_template_digest, step_template_digest};
 use mamba2_spec::launch::plan;
 use mamba2_spec::limit::Limit;
 use mamba2_tunedb::{Answer, DEFAULT_WAIT, Environment, LocalDb, Outcome, Timing, TuneKey};
@@ -25,7 +24,7 @@ pub fn run(args: &ExplainArgs) -> Result<(), CliError> {
     let cache = CacheDir::decide(&Environment::from_process());
     let ladder = Ladder::builder()
         .cache(&cache)
-        .templates(forward_template_digest(), step_template_digest())
+        .templates(mamba2_kernels::template_digest)
         .build();
     let answer = ladder.look_up(&problem, &device)?;
     let key = TuneKey::forward(&problem, &device);

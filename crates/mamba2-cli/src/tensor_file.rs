@@ -20,14 +20,9 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
-    /// Reads a file, taking only tensors named in `known` and metadata keys named in `known_keys`. Anything else is refused:
-    /// a misspelt optional tensor would otherwise be ignored in silence.
-    pub fn read(path: &Path, known: &[&str], known_keys: &[&str]) -> Result<TensorFile, CliError> {
-        let bytes = std::fs::read(path).map_err(CliError::io(path, "read"))?;
-        TensorFile::parse(path, &bytes, known, known_keys)
-    }
-
-    fn parse(
+    /// Reads a file's bytes, taking only tensors named in `known` and metadata keys named in `known_keys`. Anything else is
+    /// refused: a misspelt optional tensor would otherwise be ignored in silence. `path` is for messages.
+    pub fn parse(
         path: &Path,
         bytes: &[u8],
         known: &[&str],
@@ -114,6 +109,17 @@ fn owned(name: &str, view: &TensorView<'_>) -> Result<OwnedTensor, String> {
     if view.shape().len() > 4 {
         return Err(format!(
             "{name}: expected at most 4 axes, got shape {:?}",
+            view.shape()
+        ));
+    }
+    // An axis of 0 hides any size of the others from the reader, but not from strides and outputs.
+    let mut sizes = view.shape().iter().map(|n| *n.max(&1));
+    if sizes
+        .try_fold(1isize, |all, n| all.checked_mul(n.try_into().ok()?))
+        .is_none()
+    {
+        return Err(format!(
+            "{name}: expected axes whose product can be counted, got shape {:?}",
             view.shape()
         ));
     }

@@ -10,12 +10,11 @@ use mamba2::{
     CUBIN_DIRECTORY, CacheDir, Device, DeviceFacts, Jit, Ladder, Problem, Record, StepProblem,
     Tier, TuneHook,
 };
-use mamba2_cuda::{forward_template_digest, step_template_digest};
-use mamba2_tunedb::{Environment, LocalDb, TuneKey};
+use mamba2_tunedb::{Environment, LocalDb, TuneDbError, TuneKey};
 use mamba2_tuner::worker::{Launch, RemoteExecutor, worker_main};
 use mamba2_tuner::{
-    DbSink, Executor, JobReport, Policy, Progress, Shard, Target, TunerError, run_job, shapes,
-    tune_target,
+    DbSink, Executor, JobReport, Policy, Progress, Shard, Target, TunerError, run_hold_out,
+    run_job, shapes, tune_target,
 };
 
 use crate::cli::TuneArgs;
@@ -36,49 +35,140 @@ impl From<TunerError> for CliError {
 
 /// Runs the command.
 pub fn run(args: &TuneArgs) -> Result<(), CliError> {
-    let mut targets = targets(args)?;
-    let environment = Environment::from_process();
-    let shard = shard(args, &environment)?;
-    let cache = CacheDir::decide(&environment);
-    // Without a place to keep results there is no point in measuring for minutes.
-    let db = LocalDb::in_cache(&cache)?;
+    let job = Job::read(args)?;
     let devices = devices(&args.device)?;
-    if args.resume {
-        let ladder = Ladder::builder()
-            .cache(&cache)
-            .templates(forward_template_digest(), step_template_digest())
-            .build();
-        let before = targets.len();
-        let todo: Vec<bool> = targets
-            .iter()
-            .map(|t| !is_done(&ladder, t, devices[0].facts()))
-            .collect();
-        // Only whole entries go, so that the shards of a list stay what they are.
-        targets = targets
-            .into_iter()
-            .enumerate()
-            .filter(|(i, _)| shard.takes(*i) && todo[*i])
-            .map(|(_, t)| t)
-            .collect();
-        eprintln!("mamba2: {} of {before} shapes to tune here", targets.len());
-    }
-    let shard = if args.resume { Shard::ALL } else { shard };
-    let policy = Policy::default();
     let executors: Vec<RemoteExecutor> = devices
         .iter()
-        .map(|d| start(d.info().ordinal, cubins(&cache), &policy))
+        .map(|d| start(d.info().ordinal, cubins(&job.cache), &job.policy))
         .collect::<Result<_, _>>()?;
     drop(devices);
     let executors: Vec<&dyn Executor> = executors.iter().map(|e| e as &dyn Executor).collect();
-    let job = run_job(
-        &targets,
-        shard,
-        &executors,
-        &DbSink::new(db),
-        &Bars::new(),
-        &policy,
-    )?;
-    report(args, &job)
+    job.run(args, &executors)
+}
+
+/// Runs the command on devices of the caller's.
+pub fn run_on(args: &TuneArgs, executors: &[&dyn Executor]) -> Result<(), CliError> {
+    Job::read(args)?.run(args, executors)
+}
+
+/// What is to be done, before any device is touched.
+struct Job {
+    targets: Vec<Target>,
+    shard: Shard,
+    cache: CacheDir,
+    db: LocalDb,
+    policy: Policy,
+}
+
+impl Job {
+    fn read(args: &TuneArgs) -> Result<Job, CliError> {
+        let targets = targets(args)?;
+        let environment = Environment::from_process();
+        let shard = shard(args, &environment)?;
+        let cache = CacheDir::decide(&environment);
+        // Without a place to keep results there is no point in measuring for minutes.
+        let db = LocalDb::in_cache(&cache)?;
+        if let (Some(path), Some(kind)) = (&cache.path, &cache.network_file_system) {
+            eprintln!(
+                "mamba2: {} is on {kind}, where the store cannot live: results go into part files; set MAMBA2_CACHE_DIR \
+                 to a local folder and use `mamba2 db merge`",
+                path.display()
+            );
+        }
+        Ok(Job {
+            targets,
+            shard,
+            cache,
+            db,
+            policy: Policy::default(),
+        })
+    }
+
+    fn run(mut self, args: &TuneArgs, executors: &[&dyn Executor]) -> Result<(), CliError> {
+        let Some(device) = executors.first().map(|e| e.device()) else {
+            return Err(CliError::NoDevice("no device to tune on".into()));
+        };
+        let ladder = Ladder::builder()
+            .cache(&self.cache)
+            .templates(mamba2_kernels::template_digest)
+            .build();
+        if args.hold_out {
+            return self.hold_out(args, executors, &ladder);
+        }
+        if args.resume {
+            self.leave_out_done(&ladder, device);
+        }
+        let job = run_job(
+            &self.targets,
+            self.shard,
+            executors,
+            &DbSink::new(self.db),
+            &Bars::new(),
+            &self.policy,
+        )?;
+        report(args, &job)
+    }
+
+    /// Keeps the shapes of this shard that have no up-to-date record.
+    fn leave_out_done(&mut self, ladder: &Ladder, device: &DeviceFacts) {
+        let before = self.targets.len();
+        let todo = |(i, target): (usize, Target)| {
+            (self.shard.takes(i) && !is_done(ladder, &target, device)).then_some(target)
+        };
+        // Only whole entries go, so that the shards of a list stay what they are.
+        self.targets = std::mem::take(&mut self.targets)
+            .into_iter()
+            .enumerate()
+            .filter_map(todo)
+            .collect();
+        self.shard = Shard::ALL;
+        eprintln!(
+            "mamba2: {} of {before} shapes to tune here",
+            self.targets.len()
+        );
+    }
+
+    fn hold_out(
+        &self,
+        args: &TuneArgs,
+        executors: &[&dyn Executor],
+        ladder: &Ladder,
+    ) -> Result<(), CliError> {
+        let report = run_hold_out(
+            &self.targets,
+            self.shard,
+            executors,
+            ladder,
+            &Bars::new(),
+            &self.policy,
+        )?;
+        if args.json {
+            print::out(
+                &report
+                    .to_json()
+                    .map_err(|e| CliError::Failed(format!("report: {e}")))?,
+            )?;
+        } else {
+            print::out(&report.table())?;
+        }
+        if let Some(failed) = report.failed.first() {
+            return Err(CliError::Failed(format!(
+                "{} shapes could not be measured, such as {}: {}",
+                report.failed.len(),
+                failed.shape,
+                failed.reason
+            )));
+        }
+        match report.losses().first() {
+            None => Ok(()),
+            Some(first) => Err(CliError::CheckFailed(format!(
+                "the nearest match loses to the default on {} of {} shapes, such as {}",
+                report.losses().len(),
+                report.shapes.len(),
+                first.shape
+            ))),
+        }
+    }
 }
 
 /// The worker process of a tuner: speaks lines of JSON on standard input and output.
@@ -125,7 +215,7 @@ fn shard(args: &TuneArgs, environment: &Environment) -> Result<Shard, CliError> 
     if let Some(text) = &args.shard {
         return text
             .parse()
-            .map_err(|e: TunerError| CliError::Usage(e.to_string()));
+            .map_err(|e: TuneDbError| CliError::Usage(e.to_string()));
     }
     // A single shape is no job: it is tuned wherever it is asked for.
     let found = if args.shapes.is_some() {
@@ -135,9 +225,9 @@ fn shard(args: &TuneArgs, environment: &Environment) -> Result<Shard, CliError> 
     };
     match found {
         None => Ok(Shard::ALL),
-        Some(s) => {
-            eprintln!("mamba2: shard {}/{} ({})", s.index, s.count, s.source);
-            Ok(Shard::new(s.source, s.index as usize, s.count as usize)?)
+        Some(shard) => {
+            eprintln!("mamba2: shard {shard} ({})", shard.source());
+            Ok(shard)
         }
     }
 }

@@ -248,6 +248,28 @@ fn a_truncated_file_is_refused_wherever_it_ends() {
     }
 }
 
+/// Tensors without elements cost a file nothing, whatever their other axes say.
+#[test]
+fn a_small_file_that_asks_for_sizes_beyond_any_memory_is_refused() {
+    for (batch, named) in [
+        (1 << 30, "final_states"),
+        (1 << 61, "product can be counted"),
+    ] {
+        let mut case = Case::forward();
+        // More than 47 bits of address: no system gives that, however it overcommits.
+        case.set("x", f32s(&[batch, 0, NHEADS, 256], noise));
+        case.set("dt", f32s(&[batch, 0, NHEADS], noise));
+        case.set("A", f32s(&[NHEADS], noise));
+        for name in ["B", "C"] {
+            case.set(name, f32s(&[batch, 0, NGROUPS, 512], noise));
+        }
+        let bench = Bench::new();
+        let done = bench.run_case(&case, &[]);
+        assert_eq!(done.code, 2, "{done:?}");
+        assert!(done.stderr.contains(named), "{done:?}");
+    }
+}
+
 #[test]
 fn a_foreign_file_is_refused() {
     let bench = Bench::new();

@@ -8,10 +8,7 @@ use std::process::Command;
 
 use common::{Bench, Done};
 use mamba2::{Alignment, Arch, CUBIN_DIRECTORY, CacheDir, CubinCache, DeviceFacts, Ladder};
-use mamba2_cuda::{
-    CompileOptions, Compiled, Cubin, KernelIdentity, KernelKey, NvrtcVersion,
-    forward_template_digest, step_template_digest,
-};
+use mamba2_cuda::{CompileOptions, Compiled, Cubin, KernelIdentity, KernelKey, NvrtcVersion};
 use mamba2_kernels::{Rendered, render, render_step};
 use mamba2_spec::{Problem, StepProblem};
 use serde_json::Value;
@@ -66,7 +63,7 @@ impl Fake {
     fn ladder(&self) -> Ladder {
         Ladder::builder()
             .cache(&CacheDir::fixed(self.0.path("cache")))
-            .templates(forward_template_digest(), step_template_digest())
+            .templates(mamba2_kernels::template_digest)
             .build()
     }
 

@@ -17,6 +17,7 @@ use std::path::PathBuf;
 
 use crate::error::{Result, TuneDbError};
 use crate::mode::Mode;
+use crate::shard::Shard;
 
 const NAMES: [&str; 11] = [
     "MAMBA2_CACHE_DIR",
@@ -36,17 +37,6 @@ const NAMES: [&str; 11] = [
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Environment {
     values: BTreeMap<&'static str, OsString>,
-}
-
-/// Which part of a list of shapes this process tunes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shard {
-    /// 0-based index of this part.
-    pub index: u64,
-    /// Number of parts.
-    pub count: u64,
-    /// Where the numbers come from: `Slurm array`, `Kubernetes indexed job` or `torchrun`.
-    pub source: &'static str,
 }
 
 impl Environment {
@@ -132,7 +122,7 @@ impl Environment {
     fn make_shard(
         &self,
         name: &'static str,
-        index: Option<u64>,
+        index: Option<usize>,
         count_name: &'static str,
         source: &'static str,
     ) -> Result<Option<Shard>> {
@@ -147,8 +137,9 @@ impl Environment {
                     .into_owned(),
             }
         })?;
-        let index = index
-            .filter(|i| *i < count)
+        index
+            .and_then(|i| Shard::new(source, i, count))
+            .map(Some)
             .ok_or_else(|| TuneDbError::Environment {
                 name,
                 expected: "an index within the number of tasks",
@@ -157,15 +148,10 @@ impl Environment {
                     .unwrap_or_default()
                     .to_string_lossy()
                     .into_owned(),
-            })?;
-        Ok(Some(Shard {
-            index,
-            count,
-            source,
-        }))
+            })
     }
 
-    fn number(&self, name: &'static str) -> Result<Option<u64>> {
+    fn number(&self, name: &'static str) -> Result<Option<usize>> {
         let Some(value) = self.get(name) else {
             return Ok(None);
         };
@@ -190,25 +176,15 @@ mod tests {
             ("SLURM_ARRAY_TASK_MIN", "1"),
             ("SLURM_ARRAY_TASK_COUNT", "4"),
         ];
-        assert_eq!(
-            shard(&slurm).unwrap(),
-            Some(Shard {
-                index: 2,
-                count: 4,
-                source: "Slurm array"
-            })
-        );
+        let said = |pairs| {
+            let shard: Shard = shard(pairs).unwrap().unwrap();
+            (shard.to_string(), shard.source())
+        };
+        assert_eq!(said(&slurm), ("2/4".into(), "Slurm array"));
         let kubernetes = [("JOB_COMPLETION_INDEX", "0"), ("JOB_COMPLETIONS", "2")];
-        assert_eq!(
-            shard(&kubernetes).unwrap().map(|s| (s.index, s.count)),
-            Some((0, 2))
-        );
-        assert_eq!(
-            shard(&[("RANK", "7"), ("WORLD_SIZE", "8")])
-                .unwrap()
-                .map(|s| (s.index, s.count)),
-            Some((7, 8))
-        );
+        assert_eq!(said(&kubernetes), ("0/2".into(), "Kubernetes indexed job"));
+        let torchrun = [("RANK", "7"), ("WORLD_SIZE", "8")];
+        assert_eq!(said(&torchrun), ("7/8".into(), "torchrun"));
         assert_eq!(shard(&[]).unwrap(), None);
     }
 

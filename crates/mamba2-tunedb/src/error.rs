@@ -94,6 +94,9 @@ pub enum TuneDbError {
         /// What came.
         got: String,
     },
+    /// A share of a list cannot be read.
+    #[error("shard: expected I/N with I from 0 and less than N, got {0:?}")]
+    Shard(String),
 }
 
 impl TuneDbError {

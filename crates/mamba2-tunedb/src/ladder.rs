@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use mamba2_spec::parameters::StateUpdate;
-use mamba2_spec::{DeviceFacts, Problem, StepProblem, StrategyConfig, rules};
+use mamba2_spec::{DeviceFacts, Kernel, Problem, StepProblem, StrategyConfig, rules};
 
 pub use self::answer::{Answer, Tier};
 pub use self::builder::LadderBuilder;
@@ -19,27 +19,26 @@ use crate::error::Result;
 use crate::key::TuneKey;
 use crate::local::LocalDb;
 use crate::mode::Mode;
-use crate::record::Record;
+use crate::record::{Record, joint_template_digest};
 use crate::shipped::Shipped;
 use crate::store::Store;
 use crate::validate;
 
 /// Largest distance of a nearest match: a factor of 2 in batch, sequences and seqlen each.
 ///
-/// Within it, the work per multiprocessor and the number of chunks change by less than what separates the regimes of the
-/// kernels (few long sequences, many short ones); records at powers of two then answer for every size between them.
-/// Beyond it the default speaks.
+/// A record at the bound was tuned for half or double the blocks, or half or double the chunks of a sequence: the same kernels
+/// are bound by the same thing, but for problems so small that they do not fill the GPU. A factor of 4 and more takes a problem
+/// from one regime (few long sequences, bound by latency) to another (many short ones, bound by bandwidth). A factor of 2 is also
+/// the least bound under which records at every other power of two answer for all sizes between them. It is an estimate:
+/// `mamba2 tune --hold-out` measures, on shapes that were not tuned, whether what it lets through loses to the default, and
+/// [`Ladder::held_out`] is what it asks. Beyond the bound the default speaks.
 pub const NEAREST_BOUND: f64 = 1.0;
 
 /// Answers kept in memory; a process that asks for more shapes starts over.
 const MAX_ANSWERS: usize = 1 << 16;
 
-/// Digests of today's templates; a record with another digest is stale.
-#[derive(Clone, Debug, Default)]
-struct Templates {
-    forward: Option<String>,
-    step: Option<String>,
-}
+/// Digest of each kernel's templates today, in the order of [`Kernel::ALL`].
+type Templates = [String; Kernel::ALL.len()];
 
 /// The look-up ladder: override, local, bundle, shipped, nearest, default. Immutable but for [`Ladder::learn`] and
 /// [`Ladder::reload`]: other processes' tuning does not change answers under way.
@@ -58,7 +57,7 @@ pub struct Ladder {
     local: RwLock<Local>,
     bundles: Vec<Arc<Bundle>>,
     shipped: Shipped,
-    templates: Templates,
+    templates: Option<Templates>,
     overrides: HashMap<TuneKey, StrategyConfig>,
     other_device: bool,
     warnings: Vec<String>,
@@ -159,9 +158,7 @@ impl Ladder {
         }
         if matches!(self.mode, Mode::Replay | Mode::Tune) {
             let check = |record: &Record| validate::check_strategy(record, problem, device);
-            if let Some(answer) =
-                self.find(key, self.templates.forward.as_deref(), check, &mut warnings)
-            {
+            if let Some(answer) = self.find(key, true, kernels_of, check, &mut warnings) {
                 return Ok(answer);
             }
         }
@@ -170,6 +167,51 @@ impl Ladder {
             Tier::Default,
             warnings,
         ))
+    }
+
+    /// What [`Ladder::look_up`] would say had this very problem never been tuned: the nearest record within
+    /// [`NEAREST_BOUND`], else the default. Not remembered.
+    ///
+    /// # Errors
+    /// As [`Ladder::look_up`].
+    pub fn held_out(&self, problem: &Problem, device: &DeviceFacts) -> Result<Answer> {
+        problem.check()?;
+        device.arch.require_supported()?;
+        let mut warnings = Vec::new();
+        let key = TuneKey::forward(problem, device);
+        let check = |record: &Record| validate::check_strategy(record, problem, device);
+        match self.find(&key, false, kernels_of, check, &mut warnings) {
+            Some(answer) => Ok(answer),
+            None => Ok(plain(
+                rules::default_strategy(problem, device)?,
+                Tier::Default,
+                warnings,
+            )),
+        }
+    }
+
+    /// As [`Ladder::held_out`], for a decode step.
+    ///
+    /// # Errors
+    /// As [`Ladder::look_up`].
+    pub fn held_out_step(
+        &self,
+        problem: &StepProblem,
+        device: &DeviceFacts,
+    ) -> Result<Answer<StateUpdate>> {
+        problem.check()?;
+        device.arch.require_supported()?;
+        let mut warnings = Vec::new();
+        let key = TuneKey::step(problem, device);
+        let check = |record: &Record| validate::check_step(record, problem, device);
+        match self.find(&key, false, step_kernels, check, &mut warnings) {
+            Some(answer) => Ok(answer),
+            None => Ok(plain(
+                rules::default_step(problem, device)?,
+                Tier::Default,
+                warnings,
+            )),
+        }
     }
 
     /// Config of a decode step.
@@ -196,7 +238,7 @@ impl Ladder {
         let mut found = None;
         if matches!(self.mode, Mode::Replay | Mode::Tune) {
             let check = |record: &Record| validate::check_step(record, problem, device);
-            found = self.find(&key, self.templates.step.as_deref(), check, &mut warnings);
+            found = self.find(&key, true, step_kernels, check, &mut warnings);
         }
         let answer = match found {
             Some(answer) => answer,
@@ -210,11 +252,13 @@ impl Ladder {
         Ok(answer)
     }
 
-    /// The best record for `key`: exact and fresh in order of the tiers, exact and stale, nearest, other GPUs.
+    /// The best record for `key`: exact and fresh in order of the tiers, exact and stale (both only if `exact`), nearest, other
+    /// GPUs.
     fn find<C>(
         &self,
         key: &TuneKey,
-        template: Option<&str>,
+        exact: bool,
+        kernels: impl Fn(&C) -> Vec<Kernel>,
         check: impl Fn(&Record) -> Result<C>,
         warnings: &mut Vec<String>,
     ) -> Option<Answer<C>> {
@@ -243,8 +287,10 @@ impl Ladder {
                 });
                 match legal {
                     Ok(found) => found.map(|(config, record)| {
-                        let stale = template.is_some_and(|digest| {
-                            digest != record.evidence.built_with.template_digest
+                        let stale = self.templates.as_ref().is_some_and(|today| {
+                            let of = |kernel| today[place(kernel)].clone();
+                            let now = joint_template_digest(kernels(&config).into_iter().map(of));
+                            now != record.evidence.built_with.template_digest
                         });
                         Found {
                             config,
@@ -264,7 +310,7 @@ impl Ladder {
             };
 
         let mut stale = None;
-        for (tier, _, source) in &tiers {
+        for (tier, _, source) in tiers.iter().filter(|_| exact) {
             match usable(*source, *tier, key, 0.0, warnings) {
                 Some(found) if !found.stale => {
                     return Some(answer(found, false, std::mem::take(warnings)));
@@ -279,7 +325,7 @@ impl Ladder {
         let near = |near_key: &TuneKey, warnings: &mut Vec<String>| {
             let mut best: Option<Found<C>> = None;
             for (_, tier, source) in &tiers {
-                // The exact key was asked already.
+                // The exact key was asked already, or is held out.
                 for candidate in nearest(*source, near_key, warnings)
                     .into_iter()
                     .filter(|found| found != key)
@@ -349,6 +395,21 @@ impl Ladder {
             .unwrap_or_else(PoisonError::into_inner)
             .clear();
     }
+}
+
+fn kernels_of(config: &StrategyConfig) -> Vec<Kernel> {
+    config.kernels().iter().map(|k| k.kernel()).collect()
+}
+
+fn place(kernel: Kernel) -> usize {
+    Kernel::ALL
+        .iter()
+        .position(|k| *k == kernel)
+        .expect("ALL should hold every kernel")
+}
+
+fn step_kernels(_: &StateUpdate) -> Vec<Kernel> {
+    vec![Kernel::StateUpdate]
 }
 
 fn plain<C>(config: C, tier: Tier, warnings: Vec<String>) -> Answer<C> {

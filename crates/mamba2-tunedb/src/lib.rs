@@ -48,6 +48,7 @@ mod parts;
 mod paths;
 mod record;
 mod seal;
+mod shard;
 mod shipped;
 mod snapshot;
 mod store;
@@ -56,17 +57,19 @@ pub mod validate;
 
 pub use bucket::{tuning_shape, tuning_step_shape};
 pub use bundle::{Bundle, Manifest, cubin_arch};
-pub use env::{Environment, Shard};
+pub use env::Environment;
 pub use error::{Result, TuneDbError};
 pub use key::{Family, KEY_SCHEMA, MAX_KEY_BYTES, Subject, TuneKey};
 pub use ladder::{Answer, Ladder, LadderBuilder, NEAREST_BOUND, Tier};
 pub use local::{Committed, DEFAULT_WAIT, LocalDb};
 pub use mode::Mode;
+pub use parts::Part;
 pub use paths::{CacheDir, network_file_system};
 pub use record::{
     Evidence, FailureStage, MAX_RECORD_BYTES, Outcome, Provenance, Record, Timing, config_text,
-    kernel_config_text,
+    joint_template_digest, kernel_config_text,
 };
+pub use shard::Shard;
 pub use shipped::Shipped;
 pub use snapshot::Snapshot;
 pub use store::Store;

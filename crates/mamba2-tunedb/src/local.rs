@@ -9,7 +9,7 @@ use crate::files;
 use crate::key::TuneKey;
 use crate::lock::Lock;
 use crate::parts;
-use crate::paths::{CacheDir, network_file_system};
+use crate::paths::CacheDir;
 use crate::record::{Record, Timing};
 use crate::seal;
 use crate::snapshot::Snapshot;
@@ -35,6 +35,8 @@ pub enum Committed {
 #[derive(Clone, Debug)]
 pub struct LocalDb {
     root: PathBuf,
+    /// Of the cache directory: it decides whether there can be a store.
+    network_file_system: Option<String>,
 }
 
 impl LocalDb {
@@ -49,6 +51,7 @@ impl LocalDb {
             .ok_or_else(|| TuneDbError::NoDirectory(cache.reason.clone()))?;
         Ok(LocalDb {
             root: path.join(DIRECTORY),
+            network_file_system: cache.network_file_system.clone(),
         })
     }
 
@@ -83,10 +86,10 @@ impl LocalDb {
     /// # Errors
     /// [`TuneDbError::NetworkFileSystem`], [`TuneDbError::Busy`], [`TuneDbError::Newer`] or [`TuneDbError::Io`].
     pub fn open_store(&self, wait: Duration) -> Result<Store> {
-        if let Some(file_system) = network_file_system(&self.root) {
+        if let Some(file_system) = &self.network_file_system {
             return Err(TuneDbError::NetworkFileSystem {
                 path: self.store_path(),
-                file_system,
+                file_system: file_system.clone(),
             });
         }
         let lock = Arc::new(Lock::acquire(
@@ -158,6 +161,7 @@ impl LocalDb {
         if parts.is_empty() {
             return Ok(());
         }
+        let mut taken = Vec::new();
         for path in &parts {
             match parts::read(path) {
                 Ok(part) => {
@@ -165,16 +169,22 @@ impl LocalDb {
                         store.merge(record)?;
                     }
                     store.merge_timings(&part.timings)?;
+                    taken.push(path);
                 }
+                // Whole, and for a newer program to take in.
+                Err(TuneDbError::Newer { .. }) => {}
                 Err(e) => {
                     tracing::warn!("{e}; set aside");
                     files::set_aside(path)?;
                 }
             }
         }
+        if taken.is_empty() {
+            return Ok(());
+        }
         store.commit()?;
         // Only now are their contents safe elsewhere.
-        for path in &parts {
+        for path in taken {
             let _ = fs::remove_file(path);
         }
         Ok(())
@@ -248,16 +258,38 @@ impl LocalDb {
                 Ok(timings)
             }
             Err(TuneDbError::NetworkFileSystem { .. }) => {
-                let read = parts::list(&self.parts_path())
-                    .into_iter()
-                    .filter_map(|path| parts::read(&path).ok());
-                Ok(read
-                    .flat_map(|part| part.timings)
-                    .filter(|timing| keys.contains(&timing.key))
-                    .collect())
+                let mut timings = self.part_timings();
+                timings.retain(|timing| keys.contains(&timing.key));
+                Ok(timings)
             }
             Err(e) => Err(e),
         }
+    }
+
+    /// Every stored timing of every key, parts included.
+    ///
+    /// # Errors
+    /// As [`LocalDb::timings`].
+    pub(crate) fn all_timings(&self, wait: Duration) -> Result<Vec<Timing>> {
+        if !self.store_path().is_dir() && !self.parts_path().is_dir() {
+            return Ok(Vec::new());
+        }
+        match self.open_store(wait) {
+            Ok(store) => store.all_timings(),
+            Err(TuneDbError::NetworkFileSystem { .. }) => Ok(self.part_timings()),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Timings of the parts, oldest first: of several for one candidate the last one counts.
+    fn part_timings(&self) -> Vec<Timing> {
+        let mut timings: Vec<Timing> = parts::list(&self.parts_path())
+            .into_iter()
+            .filter_map(|path| parts::read(&path).ok())
+            .flat_map(|part| part.timings)
+            .collect();
+        timings.sort_by_key(|timing| timing.date_unix_s);
+        timings
     }
 
     /// The published snapshot. Writes nothing.

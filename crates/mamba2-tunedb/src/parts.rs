@@ -14,12 +14,15 @@ const EXTENSION: &str = "part";
 const MAX_PART_BYTES: u64 = 256 << 20;
 /// More parts than this are left for the next time.
 const MAX_PARTS: usize = 4096;
-const MARK: &str = "mamba2-tunedb part 1";
+const MARK: &str = "mamba2-tunedb part ";
+const VERSION: u32 = 1;
 
 /// Contents of a part file.
 #[derive(Debug, Default, PartialEq)]
-pub(crate) struct Part {
+pub struct Part {
+    /// Records that were committed.
     pub records: Vec<Record>,
+    /// Timings that were committed.
     pub timings: Vec<Timing>,
 }
 
@@ -42,7 +45,7 @@ pub(crate) fn write(dir: &Path, records: &[Record], timings: &[Timing]) -> Resul
         "{host}-{}-{digest}.{EXTENSION}",
         std::process::id()
     ));
-    files::publish(&path, |out| write!(out, "{MARK} {digest}\n{body}"))?;
+    files::publish(&path, |out| write!(out, "{MARK}{VERSION} {digest}\n{body}"))?;
     Ok(path)
 }
 
@@ -64,32 +67,51 @@ pub(crate) fn list(dir: &Path) -> Vec<PathBuf> {
 
 pub(crate) fn read(path: &Path) -> Result<Part> {
     let bytes = files::read_bounded(path, MAX_PART_BYTES)?.unwrap_or_default();
-    parse(&bytes).map_err(|detail| TuneDbError::damaged(path.display().to_string(), detail))
+    Part::from_bytes(&bytes, &path.display().to_string())
 }
 
-/// Reads a part; the digest makes it all or nothing.
-pub(crate) fn parse(bytes: &[u8]) -> std::result::Result<Part, String> {
-    let text = std::str::from_utf8(bytes).map_err(|e| e.to_string())?;
-    let (first, body) = text.split_once('\n').ok_or("expected a first line")?;
-    let digest = first
-        .strip_prefix(MARK)
-        .ok_or("expected the mark of a part file")?
-        .trim();
-    if digest != hex(&short_digest(&[body.as_bytes()])) {
-        return Err("it does not have its digest".into());
-    }
-    let mut part = Part::default();
-    for line in body.lines() {
-        match line.split_once(' ') {
-            Some(("record", json)) => part
-                .records
-                .push(Record::from_json(json.as_bytes()).map_err(|e| e.to_string())?),
-            Some(("timing", json)) => part
-                .timings
-                .push(Timing::from_json(json.as_bytes()).map_err(|e| e.to_string())?),
-            // A line of a newer program's kind.
-            _ => {}
+impl Part {
+    /// Reads a part from an untrusted source; its digest makes it all or nothing. `what` names it in errors.
+    ///
+    /// # Errors
+    /// [`TuneDbError::Newer`], or [`TuneDbError::Damaged`] with the reason.
+    pub fn from_bytes(bytes: &[u8], what: &str) -> Result<Part> {
+        let bad = |detail: String| TuneDbError::damaged(what, detail);
+        let text = std::str::from_utf8(bytes).map_err(|e| bad(e.to_string()))?;
+        let (first, body) = text
+            .split_once('\n')
+            .ok_or_else(|| bad("expected a first line".into()))?;
+        let (version, digest) = first
+            .strip_prefix(MARK)
+            .and_then(|rest| rest.split_once(' '))
+            .ok_or_else(|| bad("expected the mark of a part file".into()))?;
+        match version.parse::<u32>() {
+            Ok(VERSION) => {}
+            Ok(newer) if newer > VERSION => {
+                return Err(TuneDbError::Newer {
+                    what: what.into(),
+                    expected: VERSION,
+                    got: newer,
+                });
+            }
+            _ => return Err(bad(format!("expected version {VERSION}, got {version:?}"))),
         }
+        if digest != hex(&short_digest(&[body.as_bytes()])) {
+            return Err(bad("it does not have its digest".into()));
+        }
+        let mut part = Part::default();
+        for line in body.lines() {
+            match line.split_once(' ') {
+                Some(("record", json)) => part
+                    .records
+                    .push(Record::from_json(json.as_bytes()).map_err(|e| bad(e.to_string()))?),
+                Some(("timing", json)) => part
+                    .timings
+                    .push(Timing::from_json(json.as_bytes()).map_err(|e| bad(e.to_string()))?),
+                // A line of a newer program's kind.
+                _ => {}
+            }
+        }
+        Ok(part)
     }
-    Ok(part)
 }

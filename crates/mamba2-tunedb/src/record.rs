@@ -23,6 +23,18 @@ pub struct Provenance {
     pub template_digest: String,
 }
 
+/// [`Provenance::template_digest`] of a config, from the template digest of each of its kernels in their order. The one function
+/// that tuning and look-up share: what one writes the other compares.
+pub fn joint_template_digest(of_kernels: impl IntoIterator<Item = String>) -> String {
+    // Enough of each to see a change, and records stay readable.
+    const PREFIX: usize = 16;
+    let prefixes: Vec<String> = of_kernels
+        .into_iter()
+        .map(|digest| digest.chars().take(PREFIX).collect())
+        .collect();
+    prefixes.join("+")
+}
+
 /// What was seen when a record's config won. Fields that an older program did not write take their default.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -299,7 +311,11 @@ impl Timing {
         canonical_text(&self.config)
     }
 
-    pub(crate) fn to_json(&self) -> Result<String> {
+    /// The line of JSON, without a line break. A long reason of a failure is cut.
+    ///
+    /// # Errors
+    /// [`TuneDbError::TooLarge`] beyond [`MAX_RECORD_BYTES`].
+    pub fn to_json(&self) -> Result<String> {
         let mut short = self.clone();
         short.config.sort_all_objects();
         if let Outcome::Failed { reason, .. } = &mut short.outcome {
@@ -309,7 +325,11 @@ impl Timing {
         bounded_json("timing", &short)
     }
 
-    pub(crate) fn from_json(text: &[u8]) -> Result<Timing> {
+    /// Reads a line of JSON from an untrusted source.
+    ///
+    /// # Errors
+    /// [`TuneDbError::TooLarge`], or [`TuneDbError::Damaged`] with the place and reason.
+    pub fn from_json(text: &[u8]) -> Result<Timing> {
         parse_bounded("timing", text)
     }
 }

@@ -484,6 +484,57 @@ fn t6_a_directory_swapped_while_in_use_changes_nothing_for_its_users() {
 }
 
 #[test]
+fn t6_on_a_network_file_system_commits_are_parts_that_everybody_reads_and_nobody_locks() {
+    use mamba2_tunedb::{Outcome, Provenance, Timing};
+    let dir = tempfile::tempdir().unwrap();
+    // What `CacheDir` finds out from the mount table.
+    let cache = CacheDir {
+        network_file_system: Some("nfs4".into()),
+        ..CacheDir::fixed(dir.path())
+    };
+    let db = LocalDb::in_cache(&cache).unwrap();
+    let key = TuneKey::forward(&problem(1, 4096), &device());
+    let timing = |us: f64, date| {
+        let outcome = Outcome::Measured {
+            median_us: us,
+            spread_us: 0.0,
+            samples: 1,
+            max_error: 0.0,
+        };
+        let mut timing = Timing::new(key, &"candidate", outcome, Provenance::default());
+        timing.date_unix_s = date;
+        timing
+    };
+    for (batch, us, date) in [(1, 2.0, 20), (2, 1.0, 10)] {
+        let committed = db.commit(&[record(batch, 4096, 8)], &[timing(us, date)], DEFAULT_WAIT);
+        assert!(matches!(committed, Ok(Committed::Part(_))), "{committed:?}");
+    }
+    assert!(!db.store_path().exists() && !db.root().join("lock").exists());
+    let refused = db.open_store(DEFAULT_WAIT).unwrap_err();
+    assert!(
+        refused.to_string().contains("nfs4") && refused.to_string().contains("MAMBA2_CACHE_DIR"),
+        "{refused}"
+    );
+    let ladder = Ladder::builder().cache(&cache).build();
+    assert_eq!(
+        ladder.look_up(&problem(2, 4096), &device()).unwrap().tier,
+        Tier::Local
+    );
+    assert_eq!(ladder.warnings(), Vec::<String>::new());
+    assert_eq!(batches(&db), vec![1, 2]);
+    let timings = db.timings(&[key], DEFAULT_WAIT).unwrap();
+    assert_eq!(timings.last().unwrap(), &timing(2.0, 20), "the latest last");
+    // A host with a local disk takes everything over.
+    let (_local_dir, _local_cache, local) = database();
+    let report = ops::merge(&local, &[dir.path().to_path_buf()], DEFAULT_WAIT).unwrap();
+    assert_eq!((report.added, report.refused), (2, vec![]));
+    assert_eq!(
+        local.timings(&[key], DEFAULT_WAIT).unwrap(),
+        vec![timing(2.0, 20)]
+    );
+}
+
+#[test]
 fn t13_the_directory_is_decided_in_one_order_and_says_why() {
     let home = tempfile::tempdir().unwrap();
     let home = home.path().to_str().unwrap();
@@ -628,6 +679,120 @@ fn t13_a_full_disk_keeps_what_was_there_and_computes() {
     db.commit(&[record(5, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
     let found = batches(&db);
     assert!(found.contains(&4) && found.contains(&5), "{found:?}");
+}
+
+/// Names and contents of every file.
+#[cfg(target_os = "linux")]
+fn contents(dir: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    files_below(dir)
+        .into_iter()
+        .map(|path| (path.clone(), fs::read(path).unwrap()))
+        .collect()
+}
+
+/// Every write beyond a limit fails, as on a disk that fills up at that very byte: in sled's log, in the snapshot, in the seal.
+#[test]
+#[cfg(target_os = "linux")]
+fn t13_a_write_that_fails_at_any_size_keeps_what_was_there() {
+    let (dir, _cache, db) = database();
+    let records: Vec<_> = (1..=30).map(|i| record(i, 4096, 8)).collect();
+    db.commit(&records, &[], DEFAULT_WAIT).unwrap();
+    let mut failures = 0;
+    // Units of 512 bytes (dash) or 1 KiB (bash).
+    for blocks in [
+        0, 1, 2, 5, 13, 31, 60, 100, 500, 700, 1023, 1024, 1030, 1500,
+    ] {
+        let copy = tempfile::tempdir().unwrap();
+        copy_tree(dir.path(), copy.path());
+        let limited = Command::new("sh")
+            .args(["-c", "trap '' XFSZ; ulimit -f $0; exec \"$@\""])
+            .arg(blocks.to_string())
+            .arg(env!("CARGO_BIN_EXE_mamba2-tunedb-fault-helper"))
+            .arg("commit")
+            .arg(copy.path())
+            .args(["100", "1"])
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&limited.stderr).into_owned();
+        assert!(!said.contains("panicked"), "{blocks} blocks: {said}");
+        failures += usize::from(!limited.status.success());
+        let cache = CacheDir::fixed(copy.path());
+        let db = LocalDb::in_cache(&cache).unwrap();
+        let ladder = Ladder::builder().cache(&cache).build();
+        let answer = ladder.look_up(&problem(7, 4096), &device()).unwrap();
+        assert_eq!(answer.tier, Tier::Local, "{blocks} blocks: {said}");
+        assert!(ladder.warnings().len() <= 1, "{:?}", ladder.warnings());
+        assert_eq!(
+            db.commit(&[record(200, 4096, 8)], &[], DEFAULT_WAIT)
+                .unwrap(),
+            Committed::Store,
+            "{blocks} blocks"
+        );
+        let found = batches(&db);
+        assert!(
+            (1..=30)
+                .chain([200])
+                .all(|i| found.binary_search(&i).is_ok()),
+            "{blocks} blocks: {found:?}"
+        );
+        assert_eq!(
+            ops::verify(&db, DEFAULT_WAIT).unwrap().faults,
+            Vec::<String>::new(),
+            "{blocks} blocks"
+        );
+    }
+    assert!(failures > 3, "only {failures} commits met the limit");
+}
+
+/// As a user who may read and not write. Root may always write, so root's test runs the helper as nobody.
+#[test]
+#[cfg(target_os = "linux")]
+fn t13_a_read_only_directory_answers_and_tells_the_writer() {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    use std::os::unix::process::CommandExt;
+    const NOBODY: u32 = 65_534;
+    let (dir, _cache, db) = database();
+    db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
+    // Where this was built may be private.
+    let helper_copy = dir.path().join("helper");
+    fs::copy(
+        env!("CARGO_BIN_EXE_mamba2-tunedb-fault-helper"),
+        &helper_copy,
+    )
+    .unwrap();
+    let mode = |writable: bool| {
+        for path in [dir.path().to_path_buf(), db.root().into(), db.store_path()] {
+            let mode = if writable { 0o755 } else { 0o555 };
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+        }
+    };
+    mode(false);
+    let before = contents(db.root());
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(&helper_copy);
+        command
+            .arg(arguments[0])
+            .arg(dir.path())
+            .args(&arguments[1..]);
+        if fs::metadata("/proc/self").unwrap().uid() == 0 {
+            command.uid(NOBODY).gid(NOBODY);
+        }
+        command.output().unwrap()
+    };
+    let looked = run(&["look", "4"]);
+    let wrote = run(&["commit", "5", "1"]);
+    mode(true);
+    assert_eq!(
+        String::from_utf8_lossy(&looked.stdout),
+        "local, 0 warnings\n",
+        "{looked:?}"
+    );
+    let said = String::from_utf8_lossy(&wrote.stderr);
+    assert!(
+        !wrote.status.success() && said.contains("Permission denied") && !said.contains("panicked"),
+        "{wrote:?}"
+    );
+    assert_eq!(contents(db.root()), before, "nothing was written");
 }
 
 #[test]

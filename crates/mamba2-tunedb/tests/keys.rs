@@ -273,6 +273,31 @@ fn p6_a_far_key_falls_to_the_default_and_the_distance_is_told() {
 }
 
 #[test]
+fn p6_a_held_out_problem_is_answered_as_if_it_had_never_been_tuned() {
+    let (_dir, cache, db) = database();
+    db.commit(
+        &[record(4, 4096, 8), record(4, 8192, 2), record(1, 64, 1)],
+        &[],
+        DEFAULT_WAIT,
+    )
+    .unwrap();
+    let ladder = Ladder::builder().cache(&cache).build();
+    let ask = |b, l| {
+        let answer = ladder.held_out(&problem(b, l), &device()).unwrap();
+        let by = answer.record.map(|r| r.key.problem().unwrap().seqlen);
+        (answer.tier, answer.distance, by)
+    };
+    assert_eq!(ask(4, 4096), (Tier::LocalNearest, 1.0, Some(8192)));
+    assert_eq!(ask(1, 64), (Tier::Default, 0.0, None));
+    // A real look-up is not disturbed.
+    let tier = |b, l| ladder.look_up(&problem(b, l), &device()).unwrap().tier;
+    assert_eq!((tier(4, 4096), tier(1, 64)), (Tier::Local, Tier::Local));
+    let step = StepProblem::new(4, 8, 64, 1, 128);
+    let answer = ladder.held_out_step(&step, &device()).unwrap();
+    assert_eq!(answer.tier, Tier::Default);
+}
+
+#[test]
 fn the_nearest_record_wins_and_the_larger_problem_breaks_ties() {
     let (_dir, cache, db) = database();
     db.commit(

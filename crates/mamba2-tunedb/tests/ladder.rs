@@ -106,11 +106,13 @@ fn a_fresh_shipped_record_wins_over_a_stale_local_one() {
         let ladder = Ladder::builder()
             .cache(&cache)
             .shipped(shipped(records))
-            .templates("t1", "t1")
+            .templates(|_| "t1".into())
             .build();
         ladder.look_up(&problem(4, 4096), &device()).unwrap()
     };
-    let answer = look_up(vec![record(4, 4096, 2)]);
+    let mut fresh = record(4, 4096, 2);
+    fresh.evidence.built_with.template_digest = "t1+t1+t1".into();
+    let answer = look_up(vec![fresh]);
     assert_eq!((answer.tier, answer.stale), (Tier::Shipped, false));
     let answer = look_up(vec![]);
     assert_eq!(

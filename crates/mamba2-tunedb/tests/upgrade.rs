@@ -5,8 +5,8 @@ mod common;
 
 use common::{block_h, config, database, device, evidence, problem, provenance, record};
 use mamba2_tunedb::{
-    DEFAULT_WAIT, FailureStage, Ladder, Outcome, Record, Snapshot, Tier, Timing, TuneDbError,
-    TuneKey, config_text, ops,
+    Bundle, DEFAULT_WAIT, FailureStage, Ladder, Outcome, Record, Snapshot, Tier, Timing,
+    TuneDbError, TuneKey, config_text, ops,
 };
 use serde_json::json;
 
@@ -123,17 +123,41 @@ fn t7_metadata_of_a_newer_program_is_kept_and_blocks_nothing() {
 
 #[test]
 fn t7_a_changed_template_marks_only_its_own_entries_stale() {
+    use mamba2_spec::{Kernel, StepProblem, rules};
     let (_dir, cache, db) = database();
-    let mut other = record(4, 64, 8);
-    other.evidence.built_with.template_digest = "t2".into();
-    db.commit(&[record(4, 4096, 8), other], &[], DEFAULT_WAIT)
-        .unwrap();
+    let made_with = |mut record: Record, digest: &str| {
+        record.evidence.built_with.template_digest = digest.into();
+        record
+    };
+    let step = StepProblem::new(64, 80, 64, 1, 128);
+    let config = rules::default_step(&step, &device()).unwrap();
+    let of_step = Record::step(&step, &device(), &config, evidence(9.0, 0));
+    db.commit(
+        &[
+            made_with(record(4, 4096, 8), "t1+t1+t1"),
+            made_with(record(4, 64, 8), "t1+t1+t2"),
+            made_with(of_step, "t1"),
+        ],
+        &[],
+        DEFAULT_WAIT,
+    )
+    .unwrap();
+    // compute_out, the last of the three kernels, was changed.
     let ladder = Ladder::builder()
         .cache(&cache)
-        .templates("t2", "t2")
+        .templates(|kernel| {
+            if kernel == Kernel::ComputeOut {
+                "t2"
+            } else {
+                "t1"
+            }
+            .into()
+        })
         .build();
     let stale = |l| ladder.look_up(&problem(4, l), &device()).unwrap().stale;
     assert_eq!((stale(4096), stale(64)), (true, false));
+    let answer = ladder.look_up_step(&step, &device()).unwrap();
+    assert_eq!((answer.tier, answer.stale), (Tier::Local, false));
 }
 
 #[test]
@@ -295,7 +319,70 @@ fn a_clock_that_goes_back_does_not_keep_the_older_record() {
 }
 
 #[test]
-fn a_newer_snapshot_and_a_newer_store_are_left_alone() {
+fn a_newer_store_is_left_alone_and_its_snapshot_answers() {
+    let (_dir, cache, db) = database();
+    db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
+    let newer = sled::open(db.store_path()).unwrap();
+    newer.insert("mamba2-tunedb", "2").unwrap();
+    newer.insert("something", "new").unwrap();
+    newer.flush().unwrap();
+    drop(newer);
+    // The seal would only say that sled's files changed.
+    std::fs::remove_file(db.root().join("store.seal")).unwrap();
+    for _ in 0..2 {
+        assert!(matches!(
+            db.open_store(DEFAULT_WAIT),
+            Err(TuneDbError::Newer { got: 2, .. })
+        ));
+        assert!(matches!(
+            db.commit(&[record(5, 4096, 8)], &[], DEFAULT_WAIT),
+            Err(TuneDbError::Newer { .. })
+        ));
+    }
+    assert_eq!(look_up(&cache).tier, Tier::Local);
+    assert!(!db.root().join("store.damaged-1").exists());
+    let still = sled::open(db.store_path()).unwrap();
+    assert_eq!(still.get("something").unwrap().unwrap(), "new");
+}
+
+#[test]
+fn newer_texts_bundles_and_parts_are_named_and_left_alone() {
+    let (dir, _cache, db) = database();
+    let text = mamba2_tunedb::write_text([record(4, 4096, 8)]).unwrap();
+    let newer_text = text.replacen("\"version\":1", "\"version\":2", 1);
+    assert_ne!(text, newer_text);
+    let bundle = dir.path().join("b.mamba2bundle");
+    Bundle::write(&bundle, "", [record(4, 4096, 8)], []).unwrap();
+    let mut newer_bundle = std::fs::read(&bundle).unwrap();
+    newer_bundle[8] = 2;
+    for (name, bytes) in [
+        ("records.json", newer_text.into_bytes()),
+        ("b.mamba2bundle", newer_bundle),
+    ] {
+        let path = dir.path().join(name);
+        std::fs::write(&path, &bytes).unwrap();
+        assert!(
+            matches!(
+                ops::import(&db, &path, DEFAULT_WAIT),
+                Err(TuneDbError::Newer { got: 2, .. })
+            ),
+            "{name}"
+        );
+        assert_eq!(std::fs::read(&path).unwrap(), bytes, "{name}");
+    }
+    // A part that a newer program left waits for a newer program, and stops nobody.
+    std::fs::create_dir_all(db.parts_path()).unwrap();
+    let part = db.parts_path().join("host-1-00.part");
+    std::fs::write(&part, "mamba2-tunedb part 2 0011\nwhatever\n").unwrap();
+    for _ in 0..2 {
+        db.commit(&[record(5, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
+        assert!(part.exists());
+    }
+    assert_eq!(db.snapshot().unwrap().unwrap().len(), 1);
+}
+
+#[test]
+fn a_newer_snapshot_stops_writers_and_not_readers() {
     let (_dir, cache, db) = database();
     db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
     let mut bytes = std::fs::read(db.snapshot_path()).unwrap();

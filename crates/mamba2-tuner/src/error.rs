@@ -44,14 +44,4 @@ pub enum TunerError {
         /// What came.
         got: String,
     },
-    /// A shard `I/N` cannot be read.
-    #[error("shard: {key}: expected {expected}, got {got:?}")]
-    Shard {
-        /// The option.
-        key: String,
-        /// What is accepted.
-        expected: &'static str,
-        /// What came.
-        got: String,
-    },
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use mamba2_spec::{DeviceFacts, Kernel};
+use mamba2_tunedb::joint_template_digest;
 use serde::{Deserialize, Serialize};
 
 use crate::{Candidate, Target, TunerError};
@@ -19,16 +20,21 @@ pub trait Executor: Sync {
 
     /// What a result of `candidate` depends on beside the shape and the device: that of all its kernels.
     fn conditions(&self, candidate: &Candidate) -> Conditions {
-        let mut of_kernels = candidate
+        let of_kernels: Vec<Conditions> = candidate
             .kernels()
             .into_iter()
-            .map(|k| self.kernel_conditions(k.kernel()));
-        let first = of_kernels.next().expect("a candidate should have a kernel");
-        of_kernels.fold(first, |mut all, next| {
-            all.template_digest.push('+');
-            all.template_digest.push_str(&next.template_digest);
-            all
-        })
+            .map(|k| self.kernel_conditions(k.kernel()))
+            .collect();
+        let first = of_kernels
+            .first()
+            .expect("a candidate should have a kernel");
+        Conditions {
+            template_digest: joint_template_digest(
+                of_kernels.iter().map(|c| c.template_digest.clone()),
+            ),
+            nvrtc: first.nvrtc.clone(),
+            driver: first.driver.clone(),
+        }
     }
 
     /// Makes whatever [`Executor::verify`] and [`Executor::measure`] need for a shape: inputs, oracle. They do it themselves if

@@ -8,6 +8,7 @@
 //! assert!(report.unwrap().choice.default.is_some());
 //! ```
 
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -29,6 +30,8 @@ pub struct Script {
     pub device: DeviceFacts,
     /// Template digest, compiler and driver it claims.
     pub conditions: Conditions,
+    /// Template digests of single kernels, by name, that differ from that of the conditions.
+    pub templates: BTreeMap<String, String>,
     /// Times of candidates without a rule of their own lie between this and twice this. Unit: microseconds.
     pub base_us: f64,
     /// Samples scatter by up to this share around the true time.
@@ -81,6 +84,7 @@ impl Default for Script {
                 nvrtc: "13.0".into(),
                 driver: "580".into(),
             },
+            templates: BTreeMap::new(),
             base_us: 100.0,
             noise: 0.0,
             memory_bytes: None,
@@ -205,8 +209,12 @@ impl Executor for FakeExecutor {
         &self.script.device
     }
 
-    fn kernel_conditions(&self, _kernel: Kernel) -> Conditions {
-        self.script.conditions.clone()
+    fn kernel_conditions(&self, kernel: Kernel) -> Conditions {
+        let mut conditions = self.script.conditions.clone();
+        if let Some(digest) = self.script.templates.get(kernel.name()) {
+            conditions.template_digest.clone_from(digest);
+        }
+        conditions
     }
 
     fn memory_bytes(&self) -> Option<u64> {

@@ -1,10 +1,11 @@
 //! Tuning a list of shapes on all GPUs of a host.
 
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
-use crate::report::{FailedShape, JobReport, TuneReport};
-use crate::shard::Shard;
+use mamba2_tunedb::Shard;
+
+use crate::report::{FailedShape, JobReport};
 use crate::{Executor, Policy, Progress, Sink, Target, TunerError, tune_target};
 
 /// Tunes the shapes of this shard, one at a time on each executor. A shape that cannot be tuned is reported and costs only
@@ -22,111 +23,116 @@ pub fn run_job(
     policy: &Policy,
 ) -> Result<JobReport, TunerError> {
     let started = Instant::now();
+    let tune = |target: &Target, executor: &dyn Executor| {
+        tune_target(target, executor, sink, progress, policy)
+    };
+    let done = share(targets, shard, executors, progress, tune)?;
+    Ok(JobReport {
+        shapes: done.results,
+        failed: done.failed,
+        other_shards: done.other_shards,
+        seconds: started.elapsed().as_secs_f64(),
+    })
+}
+
+/// What came of a shared list, in the order of the list.
+pub(crate) struct Shared<T> {
+    pub results: Vec<T>,
+    pub failed: Vec<FailedShape>,
+    pub other_shards: usize,
+}
+
+/// Does `work` for the shapes of a shard, each executor taking the next shape when it is free.
+pub(crate) fn share<T: Send>(
+    targets: &[Target],
+    shard: Shard,
+    executors: &[&dyn Executor],
+    progress: &dyn Progress,
+    work: impl Fn(&Target, &dyn Executor) -> Result<T, TunerError> + Sync,
+) -> Result<Shared<T>, TunerError> {
     let mine: Vec<&Target> = targets
         .iter()
         .enumerate()
         .filter(|(i, _)| shard.takes(*i))
         .map(|(_, t)| t)
         .collect();
-    let other_shards = targets.len() - mine.len();
-    let work = Work {
-        queue: Mutex::new((0..mine.len()).rev().collect()),
+    let queue = Queue {
+        left: Mutex::new((0..mine.len()).rev().collect()),
         done: Mutex::default(),
         fatal: Mutex::default(),
     };
     std::thread::scope(|scope| {
         for executor in executors {
-            scope.spawn(|| work.take_shapes(&mine, *executor, sink, progress, policy));
+            scope.spawn(|| queue.take_shapes(&mine, *executor, progress, &work));
         }
     });
-    let left = work
-        .queue
-        .into_inner()
-        .expect("no holder of this lock should panic")
-        .len();
-    if let Some(error) = work
-        .fatal
-        .into_inner()
-        .expect("no holder of this lock should panic")
+    let left = unlocked(queue.left).len();
+    if let Some(error) = unlocked(queue.fatal)
         && (matches!(error, TunerError::Store(_)) || left > 0)
     {
         return Err(error);
     }
-    let mut done = work
-        .done
-        .into_inner()
-        .expect("no holder of this lock should panic");
+    let mut done = unlocked(queue.done);
     done.sort_by_key(|(i, _)| *i);
-    let mut job = JobReport {
-        other_shards,
-        ..JobReport::default()
+    let mut shared = Shared {
+        results: Vec::new(),
+        failed: Vec::new(),
+        other_shards: targets.len() - mine.len(),
     };
     for (i, result) in done {
         match result {
-            Ok(report) => job.shapes.push(report),
-            Err(error) => job.failed.push(FailedShape {
+            Ok(result) => shared.results.push(result),
+            Err(error) => shared.failed.push(FailedShape {
                 shape: mine[i].to_string(),
                 reason: error.to_string(),
             }),
         }
     }
-    job.seconds = started.elapsed().as_secs_f64();
-    Ok(job)
+    Ok(shared)
+}
+
+const NO_PANIC: &str = "no holder of this lock should panic";
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect(NO_PANIC)
+}
+
+fn unlocked<T>(mutex: Mutex<T>) -> T {
+    mutex.into_inner().expect(NO_PANIC)
 }
 
 /// What the executors of a job share.
-struct Work {
+struct Queue<T> {
     /// Shapes that nobody has taken; the next one is the last.
-    queue: Mutex<Vec<usize>>,
-    done: Mutex<Vec<(usize, Result<TuneReport, TunerError>)>>,
+    left: Mutex<Vec<usize>>,
+    done: Mutex<Vec<(usize, Result<T, TunerError>)>>,
     fatal: Mutex<Option<TunerError>>,
 }
 
-impl Work {
+impl<T> Queue<T> {
     fn take_shapes(
         &self,
         mine: &[&Target],
         executor: &dyn Executor,
-        sink: &dyn Sink,
         progress: &dyn Progress,
-        policy: &Policy,
+        work: impl Fn(&Target, &dyn Executor) -> Result<T, TunerError>,
     ) {
         loop {
-            let next = self
-                .queue
-                .lock()
-                .expect("no holder of this lock should panic")
-                .pop();
+            let next = lock(&self.left).pop();
             let Some(i) = next else { return };
-            match tune_target(mine[i], executor, sink, progress, policy) {
+            match work(mine[i], executor) {
                 Err(error @ TunerError::Store(_)) => {
-                    self.queue
-                        .lock()
-                        .expect("no holder of this lock should panic")
-                        .clear();
-                    *self
-                        .fatal
-                        .lock()
-                        .expect("no holder of this lock should panic") = Some(error);
+                    lock(&self.left).clear();
+                    *lock(&self.fatal) = Some(error);
                     return;
                 }
                 Err(error @ TunerError::Device(_)) => {
                     progress.warn(&format!("{}: {error}", mine[i]));
-                    self.queue
-                        .lock()
-                        .expect("no holder of this lock should panic")
-                        .push(i);
-                    self.fatal
-                        .lock()
-                        .expect("no holder of this lock should panic")
-                        .get_or_insert(error);
+                    lock(&self.left).push(i);
+                    lock(&self.fatal).get_or_insert(error);
                     return;
                 }
-                result => self
-                    .done
-                    .lock()
-                    .expect("no holder of this lock should panic")
-                    .push((i, result)),
+                result => lock(&self.done).push((i, result)),
             }
         }
     }

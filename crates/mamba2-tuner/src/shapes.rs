@@ -18,6 +18,9 @@ use serde::Deserialize;
 
 use crate::{Target, TunerError};
 
+/// Most shapes that one list may make; more is a slip of the pen, and days of tuning.
+const MAX_SHAPES: usize = 10_000;
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -55,6 +58,18 @@ pub fn parse(text: &str) -> Result<Vec<Target>, TunerError> {
     };
     let file: File = toml::from_str(text)
         .map_err(|e| fault("the file", "[[forward]] and [[step]] tables", e.to_string()))?;
+    // Before anything is multiplied out: four lists of a thousand numbers fit in a small file.
+    let made = file.forward.iter().chain(&file.step).try_fold(0, |all, e| {
+        e.count().and_then(|n| usize::checked_add(all, n))
+    });
+    if made.is_none_or(|n| n > MAX_SHAPES) {
+        let got = made.map_or_else(|| "more than can be counted".into(), |n| n.to_string());
+        return Err(fault(
+            "the file",
+            &format!("at most {MAX_SHAPES} shapes"),
+            got,
+        ));
+    }
     let mut targets: Vec<Target> = Vec::new();
     let mut push = |name: &str, target: Target| -> Result<(), TunerError> {
         target
@@ -103,6 +118,13 @@ pub fn parse(text: &str) -> Result<Vec<Target>, TunerError> {
 }
 
 impl Entry {
+    /// Number of combinations; `None` if it overflows.
+    fn count(&self) -> Option<usize> {
+        [&self.b, &self.l, &self.n, &self.tp]
+            .iter()
+            .try_fold(1usize, |all, list| all.checked_mul(list.len().max(1)))
+    }
+
     fn combinations(&self, b: usize, l: usize, n: usize) -> Vec<(usize, usize, usize, usize)> {
         let or = |list: &[usize], base: usize| {
             if list.is_empty() {
@@ -183,6 +205,10 @@ mod tests {
 
     #[test]
     fn a_fault_names_the_entry() {
+        let hundred = "1, ".repeat(100);
+        let bomb = format!(
+            "[[forward]]\nname = \"m\"\nshape = \"b=1,l=8,h=6,p=64,g=1,n=128\"\nb = [{hundred}]\nl = [{hundred}]\nn = [{hundred}]\n"
+        );
         for (text, part) in [
             ("", "at least one shape"),
             ("[[forward]]\nname = \"m\"\nshape = \"b=1\"\n", "m:"),
@@ -200,6 +226,7 @@ mod tests {
             ),
             ("[[forwards]]\nname = \"m\"\n", "the file"),
             ("not toml", "the file"),
+            (&bomb, "at most 10000 shapes, got 1000000"),
         ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");

@@ -50,14 +50,24 @@ impl Space {
         }
     }
 
+    /// The untuned config of a shape.
+    ///
+    /// # Errors
+    /// As [`Space::of`].
+    pub fn default_of(target: &Target, device: &DeviceFacts) -> Result<Candidate, SpecError> {
+        Ok(match target {
+            Target::Forward(p) => Candidate::Strategy(rules::default_strategy(p, device)?),
+            Target::Step(p) => Candidate::Step(rules::default_step(p, device)?),
+        })
+    }
+
     fn forward(
         problem: &Problem,
         device: &DeviceFacts,
         memory_bytes: Option<u64>,
     ) -> Result<Space, SpecError> {
-        let default = rules::default_strategy(problem, device)?;
         let mut space = Space {
-            default: Candidate::Strategy(default),
+            default: Candidate::Strategy(rules::default_strategy(problem, device)?),
             assemblies: Vec::new(),
             whole: Vec::new(),
             left_out: Vec::new(),

@@ -30,11 +30,7 @@ impl Target {
             Target::Forward(p) => {
                 Some(Limit::of(p).us(H200_COPY_BYTES_PER_S, H200_BF16_FLOPS_PER_S))
             }
-            Target::Step(p) => {
-                let state =
-                    (p.batch * p.nheads * p.headdim * p.dstate * p.state_dtype.size_bytes()) as f64;
-                Some(2.0 * state / H200_COPY_BYTES_PER_S * 1e6)
-            }
+            Target::Step(p) => Some(2.0 * state_bytes(p, p.batch) / H200_COPY_BYTES_PER_S * 1e6),
         }
     }
 
@@ -42,9 +38,7 @@ impl Target {
     pub fn tensor_bytes(&self) -> u64 {
         match self {
             Target::Forward(p) => Limit::of(p).bytes as u64,
-            Target::Step(p) => {
-                (p.slots * p.nheads * p.headdim * p.dstate * p.state_dtype.size_bytes()) as u64
-            }
+            Target::Step(p) => state_bytes(p, p.slots) as u64,
         }
     }
 
@@ -72,6 +66,18 @@ impl Target {
         }
         Ok(())
     }
+}
+
+/// Bytes of the state of so many rows. As a float: a legal problem may have more than an integer counts.
+fn state_bytes(p: &StepProblem, rows: usize) -> f64 {
+    let sizes = [
+        rows,
+        p.nheads,
+        p.headdim,
+        p.dstate,
+        p.state_dtype.size_bytes(),
+    ];
+    sizes.iter().map(|n| *n as f64).product()
 }
 
 impl fmt::Display for Target {
@@ -285,6 +291,16 @@ mod tests {
                 "{text}"
             );
         }
+    }
+
+    #[test]
+    fn a_pool_of_slots_beyond_any_memory_is_sized_without_overflow() {
+        let step = "b=1,h=1048576,p=256,g=1,n=512,slots=1073741824"
+            .parse()
+            .unwrap();
+        assert_eq!(Target::Step(step).tensor_bytes(), u64::MAX);
+        let small = Target::Step("b=2,h=3,p=4,g=1,n=5".parse().unwrap());
+        assert_eq!(small.tensor_bytes(), 2 * 3 * 4 * 5 * 4);
     }
 
     #[test]

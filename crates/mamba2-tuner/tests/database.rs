@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests are tests
 
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use mamba2_spec::StepProblem;
 use mamba2_tunedb::{CacheDir, DEFAULT_WAIT, LocalDb, TuneKey};
@@ -74,6 +74,47 @@ fn a_tuned_shape_is_a_record_that_the_launcher_finds_and_a_second_process_measur
 }
 
 #[test]
+fn the_measurement_policy_is_stored_with_every_result_and_another_policy_measures_anew() {
+    let directory = tempfile::tempdir().unwrap();
+    let Target::Forward(problem) = target() else {
+        panic!("a forward shape")
+    };
+    let tune = |executor: &FakeExecutor, policy: &Policy| {
+        let sink = DbSink::new(db(directory.path()));
+        tune_target(&target(), executor, &sink, &Silent, policy).unwrap()
+    };
+    let policy = Policy::default();
+    let executor = scripted();
+    tune(&executor, &policy);
+    let key = TuneKey::forward(&problem, executor.device());
+    let stored = || {
+        let snapshot = db(directory.path()).snapshot().unwrap().unwrap();
+        snapshot.get(&key).unwrap().unwrap().evidence.policy
+    };
+    assert_eq!(stored(), policy.measurement());
+    let timings = || db(directory.path()).timings(&[key], DEFAULT_WAIT).unwrap();
+    let measured =
+        |t: &mamba2_tunedb::Timing| matches!(t.outcome, mamba2_tunedb::Outcome::Measured { .. });
+    assert!(timings().iter().any(measured));
+    for timing in timings().iter().filter(|t| measured(t)) {
+        assert!(
+            timing.policy.starts_with(&policy.measurement()),
+            "{timing:?}"
+        );
+    }
+    // Times taken in another way do not compare: they are all taken again. Failures do not depend on it.
+    let other = Policy {
+        samples: policy.samples + 2,
+        ..policy
+    };
+    let again = scripted();
+    let report = tune(&again, &other);
+    assert_eq!(stored(), other.measurement());
+    assert_eq!(report.counts.stored, report.counts.failed);
+    assert!(report.counts.failed > 0);
+}
+
+#[test]
 fn a_decode_step_is_stored_and_found_too() {
     let directory = tempfile::tempdir().unwrap();
     let problem = StepProblem::new(4, 8, 64, 1, 128);
@@ -130,7 +171,9 @@ fn t3_a_job_killed_in_the_middle_loses_nothing_that_was_stored() {
                 serde_json::to_string(&script).unwrap(),
                 directory.path().display().to_string(),
                 "30".into(),
+                target().to_string(),
             ])
+            .stdout(Stdio::null())
             .status()
             .unwrap();
         assert!(!status.success(), "the job should have been killed");

@@ -164,6 +164,7 @@ fn t15_the_default_wins_when_nothing_is_faster_by_more_than_the_noise() {
         rules: vec![
             rule("three_kernel:", Act::Takes(300.0)),
             rule("sm90_fused:", Act::Takes(300.0)),
+            rule("sm90_swap_fused:", Act::Takes(300.0)),
         ],
         ..Script::default()
     });
@@ -178,6 +179,7 @@ fn near_ties_are_measured_again() {
         rules: vec![
             rule("three_kernel:", Act::Takes(300.0)),
             rule("sm90_fused:", Act::Takes(300.0)),
+            rule("sm90_swap_fused:", Act::Takes(300.0)),
         ],
         ..Script::default()
     });
@@ -372,7 +374,7 @@ fn sink_reset(sink: &MemorySink) {
 }
 
 #[test]
-fn lack_of_memory_is_not_held_against_a_candidate_for_ever() {
+fn p8_lack_of_memory_is_not_held_against_a_candidate_for_ever() {
     let sink = MemorySink::default();
     tune(
         &scripted(vec![rule(
@@ -430,6 +432,67 @@ fn adding_candidates_measures_only_the_new_ones_and_the_finals_they_reach() {
         "old candidates were measured again: {kernels:?}"
     );
     assert!(names.iter().all(|n| kernels.contains(n)));
+}
+
+/// Names of the candidates of single kernels that were compiled.
+fn compiled_kernels(executor: &FakeExecutor) -> Vec<String> {
+    let of_kernel = |call| match call {
+        Call::Compile(name) if !name.contains(':') => Some(name),
+        _ => None,
+    };
+    executor.calls().into_iter().filter_map(of_kernel).collect()
+}
+
+#[test]
+fn t7_a_changed_template_measures_only_the_candidates_of_its_kernel() {
+    let sink = MemorySink::default();
+    let first = scripted(vec![]);
+    tune(&first, &sink);
+    let script = |kernel: &str| Script {
+        templates: [(kernel.to_string(), "t2".to_string())].into(),
+        ..Script::default()
+    };
+    let second = FakeExecutor::new(script("fwd_pass_state"));
+    tune(&second, &sink);
+    let again = compiled_kernels(&second);
+    let of_kernel: Vec<String> = compiled_kernels(&first)
+        .into_iter()
+        .filter(|name| name.starts_with("fwd_pass_state("))
+        .collect();
+    assert!(!of_kernel.is_empty());
+    assert_eq!(again, of_kernel);
+}
+
+#[test]
+fn t7_a_strategy_that_is_new_measures_only_its_own_kernels() {
+    let sink = MemorySink::default();
+    let full = space(&scripted(vec![]));
+    let is_new = |a: &Assembly| !a.name.starts_with("three_kernel");
+    let mut before = full.clone();
+    before.assemblies.retain(|a| !is_new(a));
+    let tune = |space: &Space, executor: &FakeExecutor| {
+        tune_space(
+            &target(),
+            space,
+            executor,
+            &sink,
+            &Silent,
+            &Policy::default(),
+        )
+        .unwrap()
+    };
+    let first = scripted(vec![]);
+    tune(&before, &first);
+    let second = scripted(vec![]);
+    tune(&full, &second);
+    let known = compiled_kernels(&first);
+    let new = compiled_kernels(&second);
+    assert!(!new.is_empty(), "the space should have another strategy");
+    assert!(
+        new.iter().all(|name| !known.contains(name)),
+        "compiled again: {:?}",
+        new.iter().find(|name| known.contains(name))
+    );
 }
 
 /// Stores what it is given until `left` calls, then refuses, as a killed process stores nothing more.

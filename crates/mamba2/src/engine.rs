@@ -3,7 +3,6 @@ use std::sync::Arc;
 
 use mamba2_cuda::{
     CompileOptions, CubinCache, CudaError, Device, Jit, LoadedForward, LoadedStep, Nvrtc,
-    forward_template_digest, step_template_digest,
 };
 use mamba2_spec::{Alignment, DeviceFacts, Problem, StepProblem};
 use mamba2_tunedb::{CacheDir, Environment, Ladder, Mode, Record, Tier};
@@ -167,7 +166,7 @@ impl Cuda {
         let ladder = Ladder::builder()
             .mode(mode)
             .cache(cache)
-            .templates(forward_template_digest(), step_template_digest())
+            .templates(mamba2_kernels::template_digest)
             .build();
         let cubins = match &cache.path {
             Some(path) => CubinCache::new(path.join(CUBIN_DIRECTORY)),

@@ -105,6 +105,45 @@ fn a_wrong_tensor_is_named_and_no_output_is_written() {
     );
 }
 
+/// Whoever planned a problem has everything its calls need; there is no variant that a first call could still have to build.
+#[test]
+fn p2_a_call_with_options_that_its_plan_does_not_have_is_refused_and_builds_nothing() {
+    let planned: Problem = "b=1,l=9,h=2,p=4,g=1,n=8,dtype=f32,d=none,init=none,final=none"
+        .parse()
+        .expect("shape");
+    let plan = engine().plan(&planned).expect("plan");
+    for (more, named) in [
+        ("init=f32", "initial_states"),
+        ("z=1", "z"),
+        ("bias=1", "dt_bias"),
+        ("d=h", "D"),
+        ("d=hp", "D"),
+        ("packed=2", "cu_seqlens"),
+    ] {
+        let base = "b=1,l=9,h=2,p=4,g=1,n=8,dtype=f32,final=none";
+        let rest = ["d=none", "init=none"]
+            .iter()
+            .filter(|option| option.split('=').next() != more.split('=').next())
+            .fold(base.to_string(), |all, option| format!("{all},{option}"));
+        let called: Problem = format!("{rest},{more}").parse().expect("shape");
+        let made = generate(&called, 1, Pattern::Plain);
+        let offsets = common::offsets(&made);
+        let mut out = Values::poison(planned.dtype, 72);
+        let mut outputs = ForwardOutputs {
+            out: view_mut(&mut out, &[1, 9, 2, 4]),
+            final_states: None,
+        };
+        let error = plan
+            .forward_host(&common::host_inputs(&called, &made, &offsets), &mut outputs)
+            .expect_err(more);
+        assert!(
+            error.to_string().starts_with(&format!("{named}: ")),
+            "{more}: {error}"
+        );
+        assert!(out.to_f64().iter().all(|v| v.is_nan()), "{more}");
+    }
+}
+
 #[test]
 fn an_illegal_problem_is_refused_when_it_is_planned() {
     let mut problem: Problem = "b=1,l=9,h=15,p=4,g=5,n=8".parse().expect("shape");

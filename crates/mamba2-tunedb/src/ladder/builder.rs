@@ -2,7 +2,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, RwLock};
 
-use mamba2_spec::{DeviceFacts, Problem, StrategyConfig};
+use mamba2_spec::{DeviceFacts, Kernel, Problem, StrategyConfig};
 
 use super::{Ladder, Templates};
 use crate::bundle::Bundle;
@@ -21,7 +21,7 @@ pub struct LadderBuilder {
     store: Option<Arc<Store>>,
     bundles: Vec<Arc<Bundle>>,
     shipped: Option<Shipped>,
-    templates: Templates,
+    templates: Option<Templates>,
     overrides: HashMap<TuneKey, StrategyConfig>,
     other_device: bool,
     warnings: Vec<String>,
@@ -87,14 +87,11 @@ impl LadderBuilder {
         self
     }
 
-    /// Digests of today's templates, as tuning writes them to [`crate::Provenance::template_digest`]. Fresh records are
-    /// preferred over stale ones of any tier.
+    /// The digest of each kernel's templates today: a record whose kernels had others is stale, and fresh records are
+    /// preferred over stale ones of any tier. Without this no record is stale.
     #[must_use]
-    pub fn templates(mut self, forward: impl Into<String>, step: impl Into<String>) -> Self {
-        self.templates = Templates {
-            forward: Some(forward.into()),
-            step: Some(step.into()),
-        };
+    pub fn templates(mut self, of: impl Fn(Kernel) -> String) -> Self {
+        self.templates = Some(Kernel::ALL.map(of));
         self
     }
 

@@ -10,7 +10,7 @@ use crate::error::{Result, TuneDbError};
 use crate::files;
 use crate::local::LocalDb;
 use crate::paths::CacheDir;
-use crate::record::{Record, Timing};
+use crate::record::Record;
 use crate::snapshot::Snapshot;
 use crate::store::Store;
 use crate::text::{MAX_TEXT_BYTES, TextRecords};
@@ -132,7 +132,7 @@ pub fn merge(db: &LocalDb, sources: &[PathBuf], wait: Duration) -> Result<Import
             Ok(records) => add_records(&store, records, &mut report)?,
             Err(e) => note(&mut report.refused, e.to_string()),
         }
-        match other_timings(&other, wait) {
+        match other.all_timings(wait) {
             Ok(timings) => report.timings += store.merge_timings(&timings)?,
             Err(e) => note(
                 &mut report.refused,
@@ -142,11 +142,4 @@ pub fn merge(db: &LocalDb, sources: &[PathBuf], wait: Duration) -> Result<Import
     }
     store.commit()?;
     Ok(report)
-}
-
-fn other_timings(other: &LocalDb, wait: Duration) -> Result<Vec<Timing>> {
-    if !other.store_path().is_dir() {
-        return Ok(Vec::new());
-    }
-    other.open_store(wait)?.all_timings()
 }

@@ -2,6 +2,7 @@
 //!
 //! `write DIR FIRST`: commits record after record, with one timing each, and prints the number of each that is durable.
 //! `commit DIR FIRST COUNT`: commits that many records one by one, looks each up, and ends.
+//! `look DIR NUMBER`: prints which tier answers for that record's problem, and how many warnings there were.
 
 use std::io::Write;
 use std::time::Duration;
@@ -34,6 +35,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     );
                 }
             }
+            Ok(())
+        }
+        "look" => {
+            let ladder = Ladder::builder().cache(&cache).build();
+            let answer = ladder.look_up(&problem(first), &device())?;
+            println!("{}, {} warnings", answer.tier, ladder.warnings().len());
             Ok(())
         }
         other => Err(format!("unknown command {other}").into()),

@@ -1,6 +1,7 @@
 use mamba2_cuda::{CudaError, Jit, gate_fault};
 use mamba2_kernels::{Rendered, render, render_step, template_digest};
 use mamba2_spec::{DeviceFacts, Kernel, KernelConfig};
+use mamba2_tunedb::joint_template_digest;
 use rayon::prelude::*;
 
 use super::trial::failure_of;
@@ -35,10 +36,8 @@ pub(super) fn conditions(jit: &Jit, driver: &str) -> [Conditions; Kernel::ALL.le
     let nvrtc = jit
         .nvrtc()
         .map_or_else(|_| "none".to_string(), |n| n.version().to_string());
-    // A prefix of the digest is enough to see a change, and keeps records readable.
-    let digest = |kernel| template_digest(kernel)[..16].to_string();
     Kernel::ALL.map(|kernel| Conditions {
-        template_digest: digest(kernel),
+        template_digest: joint_template_digest([template_digest(kernel)]),
         nvrtc: nvrtc.clone(),
         driver: driver.into(),
     })

@@ -92,14 +92,7 @@ pub fn tune_space(
     policy: &Policy,
 ) -> Result<TuneReport, TunerError> {
     let started = Instant::now();
-    let search = Search {
-        target,
-        shape: target.to_string(),
-        executor,
-        sink,
-        progress,
-        policy,
-    };
+    let search = Search::new(target, executor, sink, progress, policy);
     let mut groups = search.screen(space)?;
     search.refine(&mut groups)?;
     let ranked = ranking(space, &groups, policy);
@@ -155,7 +148,7 @@ pub fn tune_space(
     Ok(report)
 }
 
-struct Search<'a> {
+pub(crate) struct Search<'a> {
     target: &'a Target,
     shape: String,
     executor: &'a dyn Executor,
@@ -164,7 +157,24 @@ struct Search<'a> {
     policy: &'a Policy,
 }
 
-impl Search<'_> {
+impl<'a> Search<'a> {
+    pub fn new(
+        target: &'a Target,
+        executor: &'a dyn Executor,
+        sink: &'a dyn Sink,
+        progress: &'a dyn Progress,
+        policy: &'a Policy,
+    ) -> Search<'a> {
+        Search {
+            target,
+            shape: target.to_string(),
+            executor,
+            sink,
+            progress,
+            policy,
+        }
+    }
+
     /// The stored result of a candidate, if template, compiler, driver and (for timings) policy are still the same.
     fn stored(&self, candidate: &Candidate) -> Result<Option<Outcome>, TunerError> {
         let Some(stored) = self
