@@ -14,7 +14,9 @@
 #include "mamba2_config.cuh"
 
 constexpr bool WITH_C = true;
+constexpr bool TWO_PASSES = true;  // over the segment
 constexpr int SEGMENT = 0;  // depends on the sequence
+constexpr int HEADS = 1;    // a warpgroup; two spill
 
 #include "common/sm90_forward.cuh"
 #include "ptx/sm90_cluster.cuh"

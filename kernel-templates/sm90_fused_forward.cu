@@ -14,6 +14,7 @@
 #include "mamba2_config.cuh"
 
 constexpr bool WITH_C = true;
+constexpr bool TWO_PASSES = false;  // over the segment
 
 #include "common/sm90_forward.cuh"
 

@@ -9,6 +9,7 @@
 #include "mamba2_config.cuh"
 
 constexpr bool WITH_C = false;
+constexpr bool TWO_PASSES = false;  // over the segment
 
 #include "common/sm90_pipeline.cuh"
 

@@ -33,7 +33,7 @@ constexpr int BLOCKS_PER_SM = USE_TMA && WARPGROUPS == 1 && HEADS * STATE_REGIST
 // Registers after reallocation: what a block is launched with, moved from the producer to the
 // consumers. In steps of eight; a thread has at most 240. rules.rs computes the same.
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS_PER_SM * THREADS) > 248 ? 248 : 65536 / (BLOCKS_PER_SM * THREADS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = USE_TMA ? 56 : 88;
+constexpr int PRODUCER_REGISTERS = USE_TMA ? 56 : TWO_PASSES ? 88 : 72;
 constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 

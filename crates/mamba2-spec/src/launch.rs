@@ -213,17 +213,16 @@ fn cluster_forward_launch(c: &Sm90ClusterForward, problem: &Problem) -> KernelLa
     let forward = Sm90Launch {
         kernel: Kernel::Sm90ClusterForward,
         segment: 0,
-        heads: c.heads,
+        heads: 1,
         warpgroups: c.warpgroups,
         stages: c.stages,
     };
-    let heads = (c.heads * c.warpgroups) as usize;
-    let exchanged_states = heads * 64 * problem.dstate.next_multiple_of(64) * 4;
+    let exchanged_states = c.warpgroups as usize * 64 * problem.dstate.next_multiple_of(64) * 4;
     let clusters = (problem.sequences() * forward.head_blocks(problem)) as u64;
     let blocks = clusters * u64::from(c.cluster);
     launch(
         Kernel::Sm90ClusterForward,
-        clusters,
+        blocks,
         blocks,
         128 * (c.warpgroups + 1),
         forward.smem_bytes(problem) + exchanged_states,
@@ -288,7 +287,7 @@ pub fn kernel_launch(
         KernelConfig::Sm90SegmentState(c) => Sm90Launch {
             kernel: Kernel::Sm90SegmentState,
             segment: c.segment,
-            heads: c.heads,
+            heads: 1,
             warpgroups: c.warpgroups,
             stages: c.stages,
         }
@@ -297,7 +296,7 @@ pub fn kernel_launch(
         KernelConfig::Sm90FusedForward(c) => Sm90Launch {
             kernel: Kernel::Sm90FusedForward,
             segment: c.segment,
-            heads: c.heads,
+            heads: 1,
             warpgroups: c.warpgroups,
             stages: c.stages,
         }

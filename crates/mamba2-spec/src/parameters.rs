@@ -358,8 +358,6 @@ parameter_table! {
     Sm90ClusterForward for Sm90ClusterForward {
         /// Blocks per cluster: segments that a sequence is split into.
         cluster: CLUSTER = 8 in [2, 4, 8] unit "blocks";
-        /// Heads per consumer warpgroup; they share one C B^T.
-        heads: HEADS = 1 in [1, 2] unit "heads";
         /// Consumer warpgroups per block; they share the B and C tiles.
         warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
         /// 64-token chunks in flight; a segment of no more is copied once.

@@ -128,15 +128,7 @@ pub fn check_kernel(
             c.chunk_size
         }
         KernelConfig::Sm90SegmentState(c) => {
-            check_sm90(
-                config,
-                c.segment,
-                c.heads,
-                c.warpgroups,
-                false,
-                problem,
-                device,
-            )?;
+            check_sm90(config, c.segment, c.heads, c.warpgroups, problem, device)?;
             64
         }
         KernelConfig::SegmentScan(c) => {
@@ -170,26 +162,15 @@ pub fn check_kernel(
             64
         }
         KernelConfig::Sm90FusedForward(c) => {
-            check_sm90(
-                config,
-                c.segment,
-                c.heads,
-                c.warpgroups,
-                true,
-                problem,
-                device,
-            )?;
+            check_sm90(config, c.segment, c.heads, c.warpgroups, problem, device)?;
             64
         }
         KernelConfig::Sm90ClusterForward(c) => {
-            check_sm90(config, 0, c.heads, c.warpgroups, true, problem, device)?;
+            check_sm90(config, 0, 1, c.warpgroups, problem, device)?;
             let launch = kernel_launch(config, problem, device);
-            require(
-                config,
-                "K01",
-                launch.work_items * u64::from(c.cluster) <= MAX_GRID_X,
-                || format!("{} clusters of {}", launch.work_items, c.cluster),
-            )?;
+            require(config, "K01", launch.work_items <= MAX_GRID_X, || {
+                format!("{} blocks in clusters of {}", launch.work_items, c.cluster)
+            })?;
             let chunks = problem.seqlen.div_ceil(64);
             require(
                 config,
@@ -447,17 +428,17 @@ fn check_sm90_segments(
     check_segment(config, segment, problem, whole)
 }
 
-#[allow(clippy::too_many_arguments)] // one kernel's parameters, by name
 fn check_sm90(
     config: &KernelConfig,
     segment: u32,
     heads: u32,
     warpgroups: u32,
-    with_c: bool,
     problem: &Problem,
     device: &DeviceFacts,
 ) -> Result<(), SpecError> {
     check_sm90_problem(config, problem, device)?;
+    let with_c = config.kernel() != Kernel::Sm90SegmentState;
+    let two_passes = config.kernel() == Kernel::Sm90ClusterForward;
     let padded = problem.dstate.next_multiple_of(64) as u32;
     require(
         config,
@@ -472,7 +453,12 @@ fn check_sm90(
         } else {
             24 + 16 * heads
         };
-    let room = sm90_consumer_registers(warpgroups, states, problem.packed.is_some());
+    let producer = match (problem.packed.is_some(), two_passes) {
+        (false, _) => 56,
+        (true, false) => 72,
+        (true, true) => 88,
+    };
+    let room = sm90_consumer_registers(warpgroups, states, problem.packed.is_some(), producer);
     require(config, "P03", need <= room, || {
         format!("{need} registers a thread wanted, {room} available")
     })?;
@@ -487,7 +473,7 @@ fn check_sm90(
 }
 
 /// Registers of a consumer thread after the producer gave away its own; common/sm90_pipeline.cuh computes the same.
-fn sm90_consumer_registers(warpgroups: u32, states: u32, packed: bool) -> u32 {
+fn sm90_consumer_registers(warpgroups: u32, states: u32, packed: bool, producer: u32) -> u32 {
     let threads = 128 * (warpgroups + 1);
     let blocks = if warpgroups == 1 && states <= 64 && !packed {
         2
@@ -495,7 +481,6 @@ fn sm90_consumer_registers(warpgroups: u32, states: u32, packed: bool) -> u32 {
         1
     };
     let launch = (65536 / (blocks * threads) / 8 * 8).min(248);
-    let producer = if packed { 88 } else { 56 };
     ((launch * threads - producer * 128) / (128 * warpgroups) / 8 * 8).min(240)
 }
 

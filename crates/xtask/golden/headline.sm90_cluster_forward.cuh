@@ -18,7 +18,6 @@ constexpr int USE_TF32 = 0; // one TF32 product instead of three for f32
 constexpr int ALIGNED = 1; // views allow 16-byte copies
 constexpr int STATES_ROW = 128; // row of a chunk state in the workspace, elements
 constexpr int CLUSTER = 8; // tuned, blocks
-constexpr int HEADS = 1; // tuned, heads
 constexpr int WARPGROUPS = 2; // tuned, warpgroups
 constexpr int STAGES = 2; // tuned, chunks
 constexpr int THREADS = 384; // threads per block
