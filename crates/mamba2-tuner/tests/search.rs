@@ -161,11 +161,8 @@ fn t15_the_default_wins_when_nothing_is_faster_by_more_than_the_noise() {
     // Every candidate of a kernel takes the same time but for half a percent.
     let executor = FakeExecutor::new(Script {
         noise: 0.004,
-        rules: vec![
-            rule("three_kernel:", Act::Takes(300.0)),
-            rule("sm90_fused:", Act::Takes(300.0)),
-            rule("sm90_swap_fused:", Act::Takes(300.0)),
-        ],
+        // Whole strategies are written strategy:kernel(...);...
+        rules: vec![rule(":", Act::Takes(300.0))],
         ..Script::default()
     });
     let report = tune(&executor, &MemorySink::default());
@@ -176,11 +173,8 @@ fn t15_the_default_wins_when_nothing_is_faster_by_more_than_the_noise() {
 fn near_ties_are_measured_again() {
     let executor = FakeExecutor::new(Script {
         noise: 0.004,
-        rules: vec![
-            rule("three_kernel:", Act::Takes(300.0)),
-            rule("sm90_fused:", Act::Takes(300.0)),
-            rule("sm90_swap_fused:", Act::Takes(300.0)),
-        ],
+        // Whole strategies are written strategy:kernel(...);...
+        rules: vec![rule(":", Act::Takes(300.0))],
         ..Script::default()
     });
     tune(&executor, &MemorySink::default());

@@ -11,8 +11,8 @@
 pub mod covering;
 pub mod gate;
 pub mod golden;
-pub mod nvrtc;
 pub mod steps;
+pub mod wheels;
 
 /// The examples of the README, compiled and run as documentation tests.
 #[cfg(doctest)]

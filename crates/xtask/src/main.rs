@@ -7,7 +7,7 @@ const USAGE: &str = "\
 usage: cargo xtask COMMAND
 
   test    everything: format, lints, tests, documentation, every kernel compiled for every architecture
-          (fetches NVRTC, about 90 MB, into the target folder if this machine has none)
+          (fetches NVRTC and a C++ compiler, about 90 MB each, into the target folder if this machine has none)
   check   the quick part: format, lints, architecture, golden headers
   bless   rewrite the golden headers after a wanted change of the templates' constants
   gate    only compile every kernel for every architecture; gate KERNEL ...: only these kernels";

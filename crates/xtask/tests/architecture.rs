@@ -16,6 +16,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("mamba2-tunedb", &["mamba2-spec"]),
     ("mamba2-cuda", &["mamba2-spec", "mamba2-kernels"]),
     (
+        "mamba2-emulator",
+        &["mamba2-spec", "mamba2-kernels", "mamba2-reference"],
+    ),
+    (
         "mamba2",
         &["mamba2-spec", "mamba2-tunedb", "mamba2-cuda", "mamba2-cpu"],
     ),
@@ -41,7 +45,15 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "mamba2-tuner",
         ],
     ),
-    ("xtask", &["mamba2-spec", "mamba2-kernels", "mamba2-cuda"]),
+    (
+        "xtask",
+        &[
+            "mamba2-spec",
+            "mamba2-kernels",
+            "mamba2-cuda",
+            "mamba2-emulator",
+        ],
+    ),
 ];
 
 /// The one crate that may use `unsafe`.

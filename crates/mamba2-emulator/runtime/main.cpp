@@ -1,0 +1,135 @@
+// One kernel, compiled with its config: reads a job (names and numbers) and a memory image, runs the grid, writes the image back.
+//   kernel JOB IMAGE
+// Lines of JOB: a field of ForwardArgs and its values; pointers are offsets into the image plus one, 0 is null. Also: grid, cluster,
+// x_columns (of a box of x), axes (batch, seqlen, nheads, headdim, ngroups, dstate).
+#include "cuda.h"
+
+#include <fstream>
+#include <sstream>
+#include <string>
+
+// After cuda.h: these replace the templates' own instruction wrappers.
+#include "ptx/sm90_cluster.cuh"
+#include "ptx/sm90_tma.cuh"
+#include "ptx/sm90_wgmma.cuh"
+
+#include "kernel.cuh"  // the template, its name as KERNEL, and whether it takes tensor maps as TAKES_MAPS
+
+#include "threads.cpp"
+
+namespace {
+
+std::map<std::string, std::vector<double>> job;
+std::vector<unsigned char> image;
+unsigned char* memory;
+
+double number(const std::string& name, std::size_t i = 0) {
+  const auto found = job.find(name);
+  if (found == job.end() || found->second.size() <= i) {
+    std::fprintf(stderr, "the job has no %s[%zu]\n", name.c_str(), i);
+    std::exit(2);
+  }
+  return found->second[i];
+}
+template <typename T>
+void pointer(T*& field, const char* name) {
+  const auto at = static_cast<std::size_t>(number(name));
+  field = at == 0 ? nullptr : reinterpret_cast<T*>(memory + at - 1);
+}
+void strides(Strides& field, const char* name) {
+  field = {static_cast<int64>(number(name, 0)), static_cast<int64>(number(name, 1)), static_cast<int64>(number(name, 2))};
+}
+void three(int64 (&field)[3], const char* name) {
+  for (int i = 0; i < 3; ++i) field[i] = static_cast<int64>(number(name, static_cast<std::size_t>(i)));
+}
+
+ForwardArgs forward_args() {
+  ForwardArgs a{};
+  pointer(a.x, "x");
+  pointer(a.dt, "dt");
+  pointer(a.A, "A");
+  pointer(a.B, "B");
+  pointer(a.C, "C");
+  pointer(a.D, "D");
+  pointer(a.z, "z");
+  pointer(a.dt_bias, "dt_bias");
+  pointer(a.initial_states, "initial_states");
+  pointer(a.cu_seqlens, "cu_seqlens");
+  pointer(a.out, "out");
+  pointer(a.final_states, "final_states");
+  pointer(a.dt_out, "dt_out");
+  pointer(a.da_cumsum, "da_cumsum");
+  pointer(a.state_weight, "state_weight");
+  pointer(a.states, "states");
+  strides(a.x_strides, "x_strides");
+  strides(a.dt_strides, "dt_strides");
+  strides(a.b_strides, "b_strides");
+  strides(a.c_strides, "b_strides");
+  strides(a.z_strides, "x_strides");
+  strides(a.out_strides, "x_strides");
+  three(a.initial_strides, "state_strides");
+  three(a.final_strides, "state_strides");
+  a.d_head_stride = static_cast<int64>(number("d_head_stride"));
+  a.work_items = static_cast<int64>(number("work_items"));
+  a.batch = static_cast<int>(number("axes", 0));
+  a.seqlen = static_cast<int>(number("axes", 1));
+  a.nheads = static_cast<int>(number("axes", 2));
+  a.sequences = static_cast<int>(number("sequences"));
+  a.chunk_slots = static_cast<int>(number("chunk_slots"));
+  a.chunks_per_row = static_cast<int>(number("chunks_per_row"));
+  a.dt_min = static_cast<float>(number("dt_min"));
+  a.dt_max = static_cast<float>(number("dt_max"));
+  return a;
+}
+
+#if TAKES_MAPS
+TensorMap map_of(const void* base, const Strides& s, int heads, int inner, int columns) {
+  TensorMap m{};
+  m.base = static_cast<const unsigned char*>(base);
+  const long long step[4] = {2, s.head * 2, s.token * 2, s.batch * 2};
+  const int dims[4] = {inner, heads, static_cast<int>(number("axes", 1)), static_cast<int>(number("axes", 0))};
+  std::copy(step, step + 4, m.strides);
+  std::copy(dims, dims + 4, m.dims);
+  m.columns = columns;
+  m.rows = 64;
+  return m;
+}
+#endif
+
+}  // namespace
+
+int main(int, char** arguments) {
+  std::ifstream lines(arguments[1]);
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream words(line);
+    std::string name, value;
+    words >> name;
+    while (words >> value) job[name].push_back(std::strtod(value.c_str(), nullptr));  // reads inf too
+  }
+  std::ifstream in(arguments[2], std::ios::binary);
+  image.assign(std::istreambuf_iterator<char>(in), {});
+  std::vector<unsigned char> aligned(image.size() + 1024);
+  memory = aligned.data() + (1024 - reinterpret_cast<std::uintptr_t>(aligned.data()) % 1024);
+  std::copy(image.begin(), image.end(), memory);
+
+  const ForwardArgs args = forward_args();
+#if TAKES_MAPS
+  const int groups = static_cast<int>(number("axes", 4)), dstate = static_cast<int>(number("axes", 5));
+  TensorMaps maps;
+  maps.x = map_of(args.x, args.x_strides, args.nheads, static_cast<int>(number("axes", 3)), static_cast<int>(number("x_columns")));
+  maps.b = map_of(args.B, args.b_strides, groups, dstate, 64);
+  maps.c = map_of(args.C, args.c_strides, groups, dstate, 64);
+  const auto kernel = [&] { KERNEL(args, maps); };
+#else
+  const auto kernel = [&] { KERNEL(args); };
+#endif
+  const auto grid = static_cast<unsigned>(number("grid")), cluster = static_cast<unsigned>(number("cluster"));
+  emulator::grid = {grid, 1, 1};
+  for (unsigned block = 0; block < grid; block += cluster) {
+    emulator::first_block = {block, 0, 0};
+    emulator::run_cluster(THREADS, static_cast<int>(cluster), kernel);
+  }
+  std::ofstream out(arguments[2], std::ios::binary);
+  out.write(reinterpret_cast<const char*>(memory), static_cast<std::streamsize>(image.size()));
+  return out.good() ? 0 : 2;
+}

@@ -1,0 +1,28 @@
+// Addresses in the cluster's window carry the block's rank in their highest byte.
+#pragma once
+
+#include "ptx/sm90_barrier.cuh"
+
+inline unsigned cluster_rank() { return static_cast<unsigned>(emulator::current().block); }
+inline void cluster_sync_all() { emulator::cluster_barrier(); }
+inline unsigned map_to_rank(unsigned address, unsigned rank) { return address | rank << 24; }
+
+namespace emulator {
+inline unsigned char* in_cluster(unsigned address) { return shared_of(static_cast<int>(address >> 24)) + (address & 0xffffffu); }
+}  // namespace emulator
+
+inline float4 load_cluster_v4(unsigned address) {
+  float4 v;
+  std::memcpy(&v, emulator::in_cluster(address), 16);
+  return v;
+}
+inline float load_cluster(unsigned address) {
+  float v;
+  std::memcpy(&v, emulator::in_cluster(address), 4);
+  return v;
+}
+inline void store_cluster_v4(unsigned address, float4 v) { std::memcpy(emulator::in_cluster(address), &v, 16); }
+inline void mbarrier_arrive_cluster(unsigned barrier) {
+  emulator::memory_barrier(static_cast<int>(barrier >> 24), barrier & 0xffffffu).arrive();
+}
+inline bool mbarrier_try_wait_parity_cluster(unsigned barrier, unsigned parity) { return mbarrier_try_wait_parity(barrier, parity); }

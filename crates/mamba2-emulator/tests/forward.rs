@@ -1,0 +1,233 @@
+//! Every strategy against the float64 recurrence, on shapes that do not fit its tiles, without a GPU.
+#![allow(clippy::unwrap_used)] // a test that cannot go on should stop
+
+use mamba2_emulator::{Compiler, Emulator, Timing};
+use mamba2_reference::{Bounds, ErrorReport, Pattern, generate, recurrence};
+use mamba2_spec::rules::{agreement_defaults, check_strategy};
+use mamba2_spec::{Arch, DeviceFacts, Kernel, KernelConfig, Problem, StrategyConfig};
+
+fn emulator() -> Emulator {
+    Emulator::new(
+        Compiler::find().unwrap(),
+        concat!(env!("CARGO_TARGET_TMPDIR"), "/emulator"),
+    )
+}
+
+/// The first config of every strategy that takes the problem, with several segments where it splits sequences.
+fn strategies(problem: &Problem, device: &DeviceFacts) -> Vec<StrategyConfig> {
+    let mut all: Vec<StrategyConfig> = Vec::new();
+    for config in agreement_defaults(problem, device) {
+        if config.segment() != Some(0) && all.iter().all(|c| c.name() != config.name()) {
+            all.push(config);
+        }
+    }
+    all
+}
+
+fn check(problem: &Problem, strategy: &StrategyConfig, timing: Timing) {
+    check_on(problem, strategy, timing, Pattern::Plain);
+}
+
+fn check_on(problem: &Problem, strategy: &StrategyConfig, timing: Timing, pattern: Pattern) {
+    let device = DeviceFacts::assumed(Arch(90));
+    check_strategy(strategy, problem, &device).unwrap();
+    let mut inputs = generate(problem, 11, pattern);
+    inputs.poison_tail(problem);
+    let got = emulator()
+        .forward(strategy, problem, &inputs, &device, timing)
+        .unwrap_or_else(|e| panic!("{problem}: {strategy}: {e}"));
+    let wanted = recurrence(problem, &inputs.reference());
+    let bounds = Bounds::of(problem);
+    let out = got.out.to_f64();
+    let used = inputs
+        .cu_seqlens
+        .as_ref()
+        .map_or(problem.batch * problem.seqlen, |cu| {
+            *cu.last().unwrap() as usize
+        })
+        * problem.nheads
+        * problem.headdim;
+    let report = ErrorReport::compare(&out[..used], &wanted.out[..used]);
+    assert!(
+        report.relative_frobenius <= bounds.out,
+        "{problem}: {strategy}: out {report:?}"
+    );
+    assert!(
+        out[used..].iter().all(|v| v.is_nan()),
+        "{problem}: {strategy}: stored past the last sequence"
+    );
+    if let Some(states) = got.final_states {
+        let report = ErrorReport::compare(&states.to_f64(), &wanted.final_states);
+        assert!(
+            report.relative_frobenius <= bounds.states,
+            "{problem}: {strategy}: final states {report:?}"
+        );
+    }
+}
+
+/// Every strategy that takes the shape; `wanted` are their names.
+fn every_strategy(shape: &str, wanted: &[&str], timing: Timing) {
+    let problem: Problem = shape.parse().unwrap();
+    let strategies = strategies(&problem, &DeviceFacts::assumed(Arch(90)));
+    let names: Vec<&str> = strategies.iter().map(StrategyConfig::name).collect();
+    assert_eq!(names, wanted, "{shape}");
+    for strategy in &strategies {
+        check(&problem, strategy, timing);
+    }
+}
+
+const ALL: &[&str] = &[
+    "three_kernel",
+    "sm90_fused",
+    "sm90_swap_fused",
+    "sm90_cluster",
+];
+
+#[test]
+fn sequences_that_end_inside_a_chunk() {
+    every_strategy("b=2,l=200,h=4,p=64,g=2,n=128", ALL, Timing::Early);
+}
+
+#[test]
+fn no_decay_beside_whole_decay_and_states_carried_through_all_chunks() {
+    let problem: Problem = "b=2,l=200,h=4,p=64,g=2,n=128".parse().unwrap();
+    for strategy in strategies(&problem, &DeviceFacts::assumed(Arch(90))) {
+        for pattern in [Pattern::HalfZero, Pattern::Impulse, Pattern::GroupConstant] {
+            check_on(&problem, &strategy, Timing::Early, pattern);
+        }
+    }
+}
+
+#[test]
+fn products_made_as_late_as_their_waits_allow() {
+    every_strategy("b=1,l=300,h=3,p=64,g=1,n=128,d=hp", ALL, Timing::Late);
+}
+
+#[test]
+fn every_option_in_f16_with_tensors_narrower_than_tiles() {
+    every_strategy(
+        "b=1,l=330,h=3,p=40,g=1,n=24,dtype=f16,dt_dtype=f32,d=hp,z=1,bias=1,softplus=1,limit=0.001:0.1,init=f16,final=bf16",
+        ALL,
+        Timing::Late,
+    );
+}
+
+#[test]
+fn packed_sequences_with_nan_behind_the_last() {
+    every_strategy(
+        "b=1,l=500,h=4,p=64,g=2,n=64,packed=6,z=1",
+        ALL,
+        Timing::Late,
+    );
+}
+
+#[test]
+fn headdim_80_takes_two_heads_a_block_and_any_option() {
+    every_strategy(
+        "b=1,l=200,h=4,p=80,g=2,n=128,z=1",
+        &["three_kernel", "sm90_swap_fused"],
+        Timing::Late,
+    );
+}
+
+#[test]
+fn headdim_128_shares_s_between_its_two_tiles() {
+    every_strategy(
+        "b=1,l=200,h=2,p=128,g=1,n=128,init=none",
+        &["three_kernel", "sm90_swap_fused"],
+        Timing::Late,
+    );
+}
+
+#[test]
+fn dstate_256_and_512() {
+    every_strategy(
+        "b=1,l=200,h=2,p=64,g=1,n=256",
+        &["three_kernel", "sm90_fused", "sm90_swap_fused"],
+        Timing::Late,
+    );
+    every_strategy(
+        "b=1,l=200,h=1,p=64,g=1,n=512",
+        &["three_kernel", "sm90_swap_fused"],
+        Timing::Late,
+    );
+}
+
+#[test]
+fn float32_and_rows_that_start_anywhere() {
+    every_strategy(
+        "b=2,l=70,h=2,p=33,g=1,n=20,dtype=f32,align=1",
+        &["three_kernel"],
+        Timing::Early,
+    );
+}
+
+/// A strategy with some kernels replaced.
+fn with(problem: &Problem, strategy: &str, kernels: &[(Kernel, &str)]) -> StrategyConfig {
+    let device = DeviceFacts::assumed(Arch(90));
+    let configs: Vec<KernelConfig> = kernels
+        .iter()
+        .map(|(kernel, text)| KernelConfig::from_text(*kernel, text).unwrap())
+        .collect();
+    agreement_defaults(problem, &device)
+        .into_iter()
+        .filter(|c| c.name() == strategy)
+        .filter_map(|start| configs.iter().try_fold(start, |s, k| s.with_kernel(*k)))
+        .find(|c| check_strategy(c, problem, &device).is_ok())
+        .unwrap()
+}
+
+#[test]
+fn both_layouts_and_both_operand_orders_of_the_three_kernels() {
+    let problem: Problem = "b=1,l=300,h=4,p=64,g=1,n=128".parse().unwrap();
+    let strategy = with(
+        &problem,
+        "three_kernel",
+        &[
+            (Kernel::ChunkCumsum, "chunk_size=128,layout=bth,block_h=2"),
+            (
+                Kernel::FwdPassState,
+                "chunk_size=128,layout=bth,swap_ab=1,block_state=64,stages=3,warps=8",
+            ),
+            (
+                Kernel::ComputeOut,
+                "chunk_size=128,layout=bth,swap_ab=1,block_h=2,block_head=64,persistent=1,occupancy=1,warps=8",
+            ),
+        ],
+    );
+    check(&problem, &strategy, Timing::Early);
+}
+
+#[test]
+fn three_warpgroups_of_half_a_head() {
+    let problem: Problem = "b=1,l=200,h=3,p=64,g=1,n=128".parse().unwrap();
+    let strategy = with(
+        &problem,
+        "sm90_swap_fused",
+        &[
+            (
+                Kernel::Sm90SwapSegmentState,
+                "segment=128,block_head=32,warpgroups=3,stages=2",
+            ),
+            (
+                Kernel::Sm90SwapFusedForward,
+                "segment=128,block_head=32,warpgroups=3,stages=2",
+            ),
+        ],
+    );
+    check(&problem, &strategy, Timing::Late);
+}
+
+#[test]
+fn a_cluster_whose_segments_do_not_fit_the_ring() {
+    let problem: Problem = "b=1,l=700,h=2,p=64,g=1,n=64".parse().unwrap();
+    let strategy = with(
+        &problem,
+        "sm90_cluster",
+        &[(
+            Kernel::Sm90ClusterForward,
+            "cluster=4,warpgroups=2,stages=2",
+        )],
+    );
+    check(&problem, &strategy, Timing::Late);
+}
