@@ -1,6 +1,6 @@
 //! Shapes on the command line.
 
-use mamba2::{Problem, StepProblem};
+use mamba2::StepProblem;
 use mamba2_tuner::Target;
 
 use crate::error::CliError;
@@ -15,9 +15,6 @@ const LONG_NAMES: [(&str, &str); 7] = [
     ("dstate", "n"),
     ("state_dtype", "state"),
 ];
-/// Options of a decode step that a forward pass has too.
-const SHARED_OPTIONS: [&str; 6] = ["dt_dtype", "d", "z", "bias", "softplus", "limit"];
-
 /// A forward pass, or a decode step after `step:`.
 pub fn parse_target(text: &str) -> Result<Target, CliError> {
     let target = match text.strip_prefix("step:") {
@@ -28,44 +25,20 @@ pub fn parse_target(text: &str) -> Result<Target, CliError> {
     Ok(target)
 }
 
-/// A decode step: its sizes and dtypes, and the options d, z, bias, softplus, limit and dt_dtype in the words of a forward pass.
-/// Axes may have their long names.
+/// A decode step; axes may have their long names.
 pub fn parse_step(text: &str) -> Result<StepProblem, CliError> {
-    let (mut sizes, mut options) = (Vec::new(), Vec::new());
-    for pair in text.split(',') {
-        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
-        let key = key.trim();
-        let short = LONG_NAMES
-            .iter()
-            .find(|(long, _)| *long == key)
-            .map_or(key, |(_, short)| short);
-        let list = if SHARED_OPTIONS.contains(&short) {
-            &mut options
-        } else {
-            &mut sizes
-        };
-        list.push(format!("{short}={}", value.trim()));
-    }
-    let mut step: StepProblem = sizes.join(",").parse()?;
-    if options.is_empty() {
-        return Ok(step);
-    }
-    // Read by the parser of forward shapes, so that the words and the refusals are the same.
-    let forward: Problem = format!(
-        "b=1,l=1,h={},p={},g={},n={},dtype={},{}",
-        step.nheads,
-        step.headdim,
-        step.ngroups,
-        step.dstate,
-        step.dtype,
-        options.join(",")
-    )
-    .parse()?;
-    step.dt_dtype = forward.dt_dtype;
-    (step.d, step.z, step.dt_bias) = (forward.d, forward.z, forward.dt_bias);
-    (step.dt_softplus, step.dt_limit) = (forward.dt_softplus, forward.dt_limit);
-    step.check()?;
-    Ok(step)
+    let pairs: Vec<String> = text
+        .split(',')
+        .map(|pair| {
+            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+            let short = LONG_NAMES
+                .iter()
+                .find(|(long, _)| *long == key.trim())
+                .map_or(key.trim(), |(_, short)| short);
+            format!("{short}={}", value.trim())
+        })
+        .collect();
+    Ok(pairs.join(",").parse()?)
 }
 
 #[cfg(test)]

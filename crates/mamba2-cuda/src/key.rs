@@ -83,23 +83,6 @@ impl KernelKey {
     }
 }
 
-/// SHA-256 in hex over the templates of every kernel of a forward pass: what a record of a tuned forward pass was made with.
-pub fn forward_template_digest() -> String {
-    let mut hash = Sha256::new();
-    for kernel in Kernel::ALL
-        .into_iter()
-        .filter(|k| *k != Kernel::StateUpdate)
-    {
-        hash.update(mamba2_kernels::template_digest(kernel));
-    }
-    hex(&hash.finalize())
-}
-
-/// SHA-256 in hex over the template of the decode step.
-pub fn step_template_digest() -> String {
-    mamba2_kernels::template_digest(Kernel::StateUpdate)
-}
-
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes
         .iter()

@@ -45,7 +45,7 @@ pub use device::{Device, DeviceInfo};
 pub use error::CudaError;
 pub use forward::{KernelReport, LoadedForward};
 pub use jit::{Jit, JitOutcome, Origin, ShippedCubins};
-pub use key::{KernelIdentity, KernelKey, forward_template_digest, step_template_digest};
+pub use key::{KernelIdentity, KernelKey};
 pub use memory::{DeviceBuffer, Element};
 pub use nvrtc::{CompileOptions, Compiled, Nvrtc, NvrtcVersion, Resources, gate_fault};
 pub use step::LoadedStep;

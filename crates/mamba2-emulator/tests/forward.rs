@@ -1,17 +1,13 @@
 //! Every strategy against the float64 recurrence, on shapes that do not fit its tiles, without a GPU.
 #![allow(clippy::unwrap_used)] // a test that cannot go on should stop
 
-use mamba2_emulator::{Compiler, Emulator, Timing};
-use mamba2_reference::{Bounds, ErrorReport, Pattern, generate, recurrence};
+mod common;
+
+use common::{check, check_on};
+use mamba2_emulator::Timing;
+use mamba2_reference::Pattern;
 use mamba2_spec::rules::{agreement_defaults, check_strategy};
 use mamba2_spec::{Arch, DeviceFacts, Kernel, KernelConfig, Problem, StrategyConfig};
-
-fn emulator() -> Emulator {
-    Emulator::new(
-        Compiler::find().unwrap(),
-        concat!(env!("CARGO_TARGET_TMPDIR"), "/emulator"),
-    )
-}
 
 /// The first config of every strategy that takes the problem, with several segments where it splits sequences.
 fn strategies(problem: &Problem, device: &DeviceFacts) -> Vec<StrategyConfig> {
@@ -22,47 +18,6 @@ fn strategies(problem: &Problem, device: &DeviceFacts) -> Vec<StrategyConfig> {
         }
     }
     all
-}
-
-fn check(problem: &Problem, strategy: &StrategyConfig, timing: Timing) {
-    check_on(problem, strategy, timing, Pattern::Plain);
-}
-
-fn check_on(problem: &Problem, strategy: &StrategyConfig, timing: Timing, pattern: Pattern) {
-    let device = DeviceFacts::assumed(Arch(90));
-    check_strategy(strategy, problem, &device).unwrap();
-    let mut inputs = generate(problem, 11, pattern);
-    inputs.poison_tail(problem);
-    let got = emulator()
-        .forward(strategy, problem, &inputs, &device, timing)
-        .unwrap_or_else(|e| panic!("{problem}: {strategy}: {e}"));
-    let wanted = recurrence(problem, &inputs.reference());
-    let bounds = Bounds::of(problem);
-    let out = got.out.to_f64();
-    let used = inputs
-        .cu_seqlens
-        .as_ref()
-        .map_or(problem.batch * problem.seqlen, |cu| {
-            *cu.last().unwrap() as usize
-        })
-        * problem.nheads
-        * problem.headdim;
-    let report = ErrorReport::compare(&out[..used], &wanted.out[..used]);
-    assert!(
-        report.relative_frobenius <= bounds.out,
-        "{problem}: {strategy}: out {report:?}"
-    );
-    assert!(
-        out[used..].iter().all(|v| v.is_nan()),
-        "{problem}: {strategy}: stored past the last sequence"
-    );
-    if let Some(states) = got.final_states {
-        let report = ErrorReport::compare(&states.to_f64(), &wanted.final_states);
-        assert!(
-            report.relative_frobenius <= bounds.states,
-            "{problem}: {strategy}: final states {report:?}"
-        );
-    }
 }
 
 /// Every strategy that takes the shape; `wanted` are their names.

@@ -294,6 +294,109 @@ fn parse_optional_dtype(key: &str, value: &str) -> Result<Option<Dtype>, SpecErr
     }
 }
 
+fn parse_flag(key: &str, value: &str) -> Result<bool, SpecError> {
+    match value {
+        "0" | "false" => Ok(false),
+        "1" | "true" => Ok(true),
+        _ => Err(SpecError::Option {
+            key: key.into(),
+            expected: "0 or 1".into(),
+            got: value.into(),
+        }),
+    }
+}
+
+/// What shape strings of forward passes and of decode steps have in common.
+pub(crate) struct SharedOptions {
+    /// x's, if it is not named.
+    pub dt_dtype: Option<Dtype>,
+    pub d: DKind,
+    pub z: bool,
+    pub dt_bias: bool,
+    pub dt_softplus: bool,
+    pub dt_limit: DtLimit,
+}
+
+impl Default for SharedOptions {
+    fn default() -> Self {
+        SharedOptions {
+            dt_dtype: None,
+            d: DKind::PerHead,
+            z: false,
+            dt_bias: false,
+            dt_softplus: false,
+            dt_limit: DtLimit::NONE,
+        }
+    }
+}
+
+impl SharedOptions {
+    pub const KEYS: &str =
+        "dt_dtype, d (none|h|hp), z (0|1), bias (0|1), softplus (0|1), limit (lo:hi)";
+
+    /// Sets an option; false if `key` is none of these.
+    pub fn set(&mut self, key: &str, value: &str) -> Result<bool, SpecError> {
+        match key {
+            "dt_dtype" => self.dt_dtype = Some(parse_value(key, value, "bf16, f16 or f32")?),
+            "d" => {
+                self.d = match value {
+                    "none" => DKind::None,
+                    "h" => DKind::PerHead,
+                    "hp" => DKind::PerHeaddim,
+                    _ => {
+                        return Err(SpecError::Option {
+                            key: key.into(),
+                            expected: "none, h or hp".into(),
+                            got: value.into(),
+                        });
+                    }
+                }
+            }
+            "z" => self.z = parse_flag(key, value)?,
+            "bias" => self.dt_bias = parse_flag(key, value)?,
+            "softplus" => self.dt_softplus = parse_flag(key, value)?,
+            "limit" => {
+                let (lo, hi) = value.split_once(':').ok_or_else(|| SpecError::Option {
+                    key: key.into(),
+                    expected: "lo:hi".into(),
+                    got: value.into(),
+                })?;
+                self.dt_limit = DtLimit {
+                    min: parse_value(key, lo, "a number")?,
+                    max: parse_value(key, hi, "a number or inf")?,
+                };
+            }
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// Writes what differs from the default, in the order of [`SharedOptions::KEYS`].
+    pub fn write(&self, dtype: Dtype, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(dt_dtype) = self.dt_dtype.filter(|dt_dtype| *dt_dtype != dtype) {
+            write!(f, ",dt_dtype={dt_dtype}")?;
+        }
+        match self.d {
+            DKind::None => f.write_str(",d=none")?,
+            DKind::PerHead => {}
+            DKind::PerHeaddim => f.write_str(",d=hp")?,
+        }
+        for (key, on) in [
+            ("z", self.z),
+            ("bias", self.dt_bias),
+            ("softplus", self.dt_softplus),
+        ] {
+            if on {
+                write!(f, ",{key}=1")?;
+            }
+        }
+        if self.dt_limit != DtLimit::NONE {
+            write!(f, ",limit={}:{}", self.dt_limit.min, self.dt_limit.max)?;
+        }
+        Ok(())
+    }
+}
+
 const SHAPE_KEYS: &str = "b, l, h, p, g, n, dtype, dt_dtype, d (none|h|hp), z (0|1), bias (0|1), softplus (0|1), \
      limit (lo:hi), init (none|dtype), final (none|dtype), packed (sequences), q (chunk size), tf32 (0|1), align (16|1)";
 
@@ -304,16 +407,7 @@ impl FromStr for Problem {
     fn from_str(text: &str) -> Result<Problem, SpecError> {
         let mut sizes = [None::<usize>; 6];
         let mut problem = Problem::new(0, 0, 1, 1, 1, 1);
-        let mut dt_dtype = None;
-        let flag = |key: &str, value: &str| match value {
-            "0" | "false" => Ok(false),
-            "1" | "true" => Ok(true),
-            _ => Err(SpecError::Option {
-                key: key.into(),
-                expected: "0 or 1".into(),
-                got: value.into(),
-            }),
-        };
+        let mut options = SharedOptions::default();
         for_each_pair(text, |key, value| {
             if let Some(i) = ["b", "l", "h", "p", "g", "n"]
                 .iter()
@@ -322,37 +416,11 @@ impl FromStr for Problem {
                 sizes[i] = Some(parse_value(key, value, "a whole number")?);
                 return Ok(());
             }
+            if options.set(key, value)? {
+                return Ok(());
+            }
             match key {
                 "dtype" => problem.dtype = value.parse()?,
-                "dt_dtype" => dt_dtype = Some(parse_value(key, value, "bf16, f16 or f32")?),
-                "d" => {
-                    problem.d = match value {
-                        "none" => DKind::None,
-                        "h" => DKind::PerHead,
-                        "hp" => DKind::PerHeaddim,
-                        _ => {
-                            return Err(SpecError::Option {
-                                key: key.into(),
-                                expected: "none, h or hp".into(),
-                                got: value.into(),
-                            });
-                        }
-                    }
-                }
-                "z" => problem.z = flag(key, value)?,
-                "bias" => problem.dt_bias = flag(key, value)?,
-                "softplus" => problem.dt_softplus = flag(key, value)?,
-                "limit" => {
-                    let (lo, hi) = value.split_once(':').ok_or_else(|| SpecError::Option {
-                        key: key.into(),
-                        expected: "lo:hi".into(),
-                        got: value.into(),
-                    })?;
-                    problem.dt_limit = DtLimit {
-                        min: parse_value(key, lo, "a number")?,
-                        max: parse_value(key, hi, "a number or inf")?,
-                    };
-                }
                 "init" => problem.initial_states = parse_optional_dtype(key, value)?,
                 "final" => problem.final_states = parse_optional_dtype(key, value)?,
                 "packed" => {
@@ -363,7 +431,7 @@ impl FromStr for Problem {
                         ChunkSize::Fixed(parse_value(key, value, "a number of tokens")?)
                 }
                 "tf32" => {
-                    problem.precision = if flag(key, value)? {
+                    problem.precision = if parse_flag(key, value)? {
                         Precision::Tf32
                     } else {
                         Precision::Float32
@@ -405,7 +473,9 @@ impl FromStr for Problem {
         problem.headdim = need(3, "p")?;
         problem.ngroups = need(4, "g")?;
         problem.dstate = need(5, "n")?;
-        problem.dt_dtype = dt_dtype.unwrap_or(problem.dtype);
+        problem.dt_dtype = options.dt_dtype.unwrap_or(problem.dtype);
+        (problem.d, problem.z, problem.dt_bias) = (options.d, options.z, options.dt_bias);
+        (problem.dt_softplus, problem.dt_limit) = (options.dt_softplus, options.dt_limit);
         problem.check()?;
         Ok(problem)
     }
@@ -426,26 +496,15 @@ impl fmt::Display for Problem {
             self.dtype
         )?;
         let optional = |d: Option<Dtype>| d.map_or("none", Dtype::name);
-        if self.dt_dtype != self.dtype {
-            write!(f, ",dt_dtype={}", self.dt_dtype)?;
+        SharedOptions {
+            dt_dtype: Some(self.dt_dtype),
+            d: self.d,
+            z: self.z,
+            dt_bias: self.dt_bias,
+            dt_softplus: self.dt_softplus,
+            dt_limit: self.dt_limit,
         }
-        match self.d {
-            DKind::None => f.write_str(",d=none")?,
-            DKind::PerHead => {}
-            DKind::PerHeaddim => f.write_str(",d=hp")?,
-        }
-        for (key, on) in [
-            ("z", self.z),
-            ("bias", self.dt_bias),
-            ("softplus", self.dt_softplus),
-        ] {
-            if on {
-                write!(f, ",{key}=1")?;
-            }
-        }
-        if self.has_dt_limit() {
-            write!(f, ",limit={}:{}", self.dt_limit.min, self.dt_limit.max)?;
-        }
+        .write(self.dtype, f)?;
         if self.initial_states != Some(Dtype::F32) {
             write!(f, ",init={}", optional(self.initial_states))?;
         }

@@ -1,7 +1,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::problem::{for_each_pair, parse_value, size};
+use crate::problem::{SharedOptions, for_each_pair, parse_value, size};
 use crate::{DKind, DtLimit, Dtype, SpecError};
 
 /// One decode call (mamba_ssm's `selective_state_update`): a state cache updated in place, one or a few tokens per row.
@@ -111,14 +111,19 @@ impl StepProblem {
     }
 }
 
-/// Step shapes: `b=64,h=80,p=64,g=1,n=128[,t=1][,slots=..][,dtype=bf16][,state=f32]`.
+/// Step shapes: `b=64,h=80,p=64,g=1,n=128[,t=1][,slots=..][,dtype=bf16][,state=f32]` and d, z, bias, softplus, limit and dt_dtype as in
+/// the shape of a forward pass.
 impl FromStr for StepProblem {
     type Err = SpecError;
 
     fn from_str(text: &str) -> Result<StepProblem, SpecError> {
         let mut step = StepProblem::new(0, 0, 0, 0, 0);
         let mut slots = None;
+        let mut options = SharedOptions::default();
         for_each_pair(text, |key, value| {
+            if options.set(key, value)? {
+                return Ok(());
+            }
             let number = || parse_value::<usize>(key, value, "a whole number");
             match key {
                 "b" => step.batch = number()?,
@@ -128,15 +133,15 @@ impl FromStr for StepProblem {
                 "n" => step.dstate = number()?,
                 "t" => step.tokens = number()?,
                 "slots" => slots = Some(number()?),
-                "dtype" => {
-                    step.dtype = value.parse()?;
-                    step.dt_dtype = step.dtype;
-                }
+                "dtype" => step.dtype = value.parse()?,
                 "state" => step.state_dtype = value.parse()?,
                 _ => {
                     return Err(SpecError::Option {
                         key: key.into(),
-                        expected: "one of b, h, p, g, n, t, slots, dtype, state".into(),
+                        expected: format!(
+                            "one of b, h, p, g, n, t, slots, dtype, state, {}",
+                            SharedOptions::KEYS
+                        ),
                         got: text.into(),
                     });
                 }
@@ -145,6 +150,9 @@ impl FromStr for StepProblem {
         })?;
         step.slots = slots.unwrap_or(step.batch);
         step.indices = slots.is_some();
+        step.dt_dtype = options.dt_dtype.unwrap_or(step.dtype);
+        (step.d, step.z, step.dt_bias) = (options.d, options.z, options.dt_bias);
+        (step.dt_softplus, step.dt_limit) = (options.dt_softplus, options.dt_limit);
         step.check()?;
         Ok(step)
     }
@@ -165,9 +173,16 @@ impl fmt::Display for StepProblem {
             self.state_dtype
         )?;
         if self.indices {
-            write!(f, ",slots={}", self.slots)
-        } else {
-            Ok(())
+            write!(f, ",slots={}", self.slots)?;
         }
+        SharedOptions {
+            dt_dtype: Some(self.dt_dtype),
+            d: self.d,
+            z: self.z,
+            dt_bias: self.dt_bias,
+            dt_softplus: self.dt_softplus,
+            dt_limit: self.dt_limit,
+        }
+        .write(self.dtype, f)
     }
 }

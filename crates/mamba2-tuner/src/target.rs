@@ -84,26 +84,7 @@ impl fmt::Display for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Target::Forward(p) => p.fmt(f),
-            Target::Step(p) => {
-                write!(f, "step:{p}")?;
-                if p.dt_dtype != p.dtype {
-                    write!(f, ",dt_dtype={}", p.dt_dtype)?;
-                }
-                match p.d {
-                    DKind::None => f.write_str(",d=none")?,
-                    DKind::PerHead => {}
-                    DKind::PerHeaddim => f.write_str(",d=hp")?,
-                }
-                for (key, on) in [("z", p.z), ("bias", p.dt_bias), ("softplus", p.dt_softplus)] {
-                    if on {
-                        write!(f, ",{key}=1")?;
-                    }
-                }
-                if p.dt_limit != DtLimit::NONE {
-                    write!(f, ",limit={}:{}", p.dt_limit.min, p.dt_limit.max)?;
-                }
-                Ok(())
-            }
+            Target::Step(p) => write!(f, "step:{p}"),
         }
     }
 }

@@ -256,3 +256,25 @@ fn every_crate_describes_itself_and_denies_missing_docs() {
         );
     }
 }
+
+#[test]
+fn i7_device_memory_is_allocated_plainly() {
+    // Stream-ordered pools are absent on fractional GPUs, and managed memory can hang one: neither is ever asked for.
+    let mut allocations = 0;
+    for package in packages() {
+        let folder = Path::new(text(&package, "manifest_path")).parent().unwrap();
+        for path in rust_files(&folder.join("src")) {
+            let source = std::fs::read_to_string(&path).unwrap();
+            for call in [
+                "cuMemAllocAsync",
+                "cuMemPool",
+                "cuMemAllocManaged",
+                "cuMemAllocFromPool",
+            ] {
+                assert!(!source.contains(call), "{}: {call}", path.display());
+            }
+            allocations += source.matches("cuMemAlloc_v2").count();
+        }
+    }
+    assert!(allocations > 0, "the plain allocation should be somewhere");
+}
