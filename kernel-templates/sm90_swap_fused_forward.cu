@@ -88,8 +88,10 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int l = row + r * 8, p = t * 8 + column;
-        if (l < valid && unit.p0 + p < HEADDIM) {  // rows are 16-byte aligned: the pair's second element may be past headdim, not outside memory
-          const float2 gate = unpack(*reinterpret_cast<const Pair<X>*>(z + l * args.z_strides.token + p));
+        if (l < valid && unit.p0 + p < HEADDIM) {
+          const X* at = z + l * args.z_strides.token + p;
+          const bool both = HEADDIM % 2 == 0 || unit.p0 + p + 1 < HEADDIM;
+          const float2 gate = both ? unpack(*reinterpret_cast<const Pair<X>*>(at)) : make_float2(to_float(*at), 0.f);
           y[t * 4 + 2 * r] *= silu(gate.x);
           y[t * 4 + 2 * r + 1] *= silu(gate.y);
         }
@@ -212,14 +214,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_f
       weigh_x(weighted_x, x, v.w());
       fence_proxy_async();
       bar_sync(barrier, 128);  // H and w x are there
-#pragma unroll
-      for (int k = 0; k < DSTATE_BOXES; ++k) wait_barrier(barriers.box_full(at.stage, k), at.parity);
-      if constexpr (!USE_TMA) fence_proxy_async();
 
       float scores[8 * SCORE_STEPS], y[TILE_REGISTERS];
-      wgmma_fence();
+      const auto wait_box = [&](int k) {
+        wait_barrier(barriers.box_full(at.stage, k), at.parity);
+        if constexpr (!USE_TMA) fence_proxy_async();
+      };
+      // Many boxes come one by one; two have come by now, and a wait between products costs a fence.
+      if constexpr (DSTATE_BOXES <= 2) {
 #pragma unroll
-      for (int k = 0; k < DSTATE_BOXES; ++k) start_scores(scores, boxes + k * PAIR_BYTES, boxes + k * PAIR_BYTES + B_OFFSET + first_step * 16 * 128, k == 0);
+        for (int k = 0; k < DSTATE_BOXES; ++k) wait_box(k);
+        wgmma_fence();
+      }
+#pragma unroll
+      for (int k = 0; k < DSTATE_BOXES; ++k) {
+        if constexpr (DSTATE_BOXES > 2) {
+          wait_box(k);
+          wgmma_fence();
+        }
+        start_scores(scores, boxes + k * PAIR_BYTES, boxes + k * PAIR_BYTES + B_OFFSET + first_step * 16 * 128, k == 0);
+      }
       wgmma_commit_group();
 #pragma unroll
       for (int k = 0; k < DSTATE_BOXES; ++k)

@@ -207,6 +207,7 @@ __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const S
       }
       if (ROOMY && h == HEADS - 1) start_scores(chunk + 1 < chunks);
       store_output(args, s, chunk, first_head(s) + consumer * HEADS + h, y, x_box, out + h * args.out_strides.head, barrier);
+      if constexpr (USE_TMA) fence_proxy_async();  // the next copy into the x box comes through another proxy than its last reads and writes
       wgmma_wait_group<0>();  // the state update and C B^T of the next chunk
     }
     out += CHUNK * args.out_strides.token;

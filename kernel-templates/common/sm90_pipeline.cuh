@@ -218,7 +218,10 @@ __device__ __forceinline__ void accumulate_segment(const Segment& s, const unsig
     for (int h = 0; h < HEADS; ++h) start_state_update(state[h], a[h], stage + B_OFFSET);
     wgmma_commit_group();
     wgmma_wait_group<0>();
-    if (release) mbarrier_arrive(barriers.empty(at.stage));
+    if (release) {
+      if constexpr (USE_TMA) fence_proxy_async();  // the next copies come through another proxy than these reads
+      mbarrier_arrive(barriers.empty(at.stage));
+    }
   }
 }
 

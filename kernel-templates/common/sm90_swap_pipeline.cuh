@@ -100,9 +100,8 @@ __device__ __forceinline__ float* vectors_at(unsigned char* smem, int slot, int 
   return reinterpret_cast<float*>(smem + VECTORS_OFFSET + (slot * VECTOR_SETS + consumer % VECTOR_SETS) * VECTORS_BYTES);
 }
 
-// Copies of one chunk by one thread, through the tensor memory accelerator.
-__device__ __forceinline__ void copy_chunk_tma(const TensorMaps& maps, const Segment& s, int chunk, unsigned char* smem, const Barriers& barriers,
-                                               int x_slot, const RingPosition<STAGES>& at) {
+// Copies of one chunk by one thread, through the tensor memory accelerator: x tiles, then boxes.
+__device__ __forceinline__ void copy_x_tma(const TensorMaps& maps, const Segment& s, int chunk, unsigned char* smem, const Barriers& barriers, int x_slot) {
   const int token = static_cast<int>(s.first) + chunk * CHUNK, row = static_cast<int>(s.row);
   mbarrier_arrive_expect_tx(barriers.x_full(x_slot), WARPGROUPS * TILE_BYTES);
 #pragma unroll
@@ -112,6 +111,10 @@ __device__ __forceinline__ void copy_chunk_tma(const TensorMaps& maps, const Seg
     for (int t = 0; t < SUBTILES; ++t)
       tma_load_4d(smem_address(x_tile(smem, x_slot, i)) + t * SUBTILE_BYTES, &maps.x, unit.p0 + t * 32, unit.head, token, row, barriers.x_full(x_slot));
   }
+}
+__device__ __forceinline__ void copy_boxes_tma(const TensorMaps& maps, const Segment& s, int chunk, unsigned char* smem, const Barriers& barriers,
+                                               const RingPosition<STAGES>& at) {
+  const int token = static_cast<int>(s.first) + chunk * CHUNK, row = static_cast<int>(s.row);
 #pragma unroll 1
   for (int b = 0; b < DSTATE_BOXES; ++b) {
     wait_barrier(barriers.box_empty(at.stage, b), at.parity ^ 1);
@@ -122,34 +125,36 @@ __device__ __forceinline__ void copy_chunk_tma(const TensorMaps& maps, const Seg
   }
 }
 
-// Copies of one chunk by the whole producer warpgroup, with cp.async.
-__device__ __forceinline__ void copy_chunk_async(const ForwardArgs& args, const Segment& s, int chunk, unsigned char* smem, const Barriers& barriers,
-                                                 int x_slot, const RingPosition<STAGES>& at) {
-  const int64 token = s.first + chunk * CHUNK;
-  {
-    const int row = threadIdx.x / 4, unit16 = threadIdx.x % 4;  // and row + 32
+// The same by the whole producer warpgroup, with cp.async.
+__device__ __forceinline__ void copy_x_async(const ForwardArgs& args, const Segment& s, int chunk, unsigned char* smem, const Barriers& barriers,
+                                             int x_slot) {
+  const int row = threadIdx.x / 4, unit16 = threadIdx.x % 4;  // and row + 32
 #pragma unroll 1
-    for (int i = 0; i < WARPGROUPS; ++i) {
-      const Unit unit = locate_unit(s, i);
-      const X* from = static_cast<const X*>(args.x) + s.row * args.x_strides.batch + (token + row) * args.x_strides.token + unit.head * args.x_strides.head;
-      unsigned char* to = x_tile(smem, x_slot, i) + swizzled64(row, unit16);
+  for (int i = 0; i < WARPGROUPS; ++i) {
+    const Unit unit = locate_unit(s, i);
+    const X* from = static_cast<const X*>(args.x) + s.row * args.x_strides.batch + (s.first + chunk * CHUNK + row) * args.x_strides.token +
+                    unit.head * args.x_strides.head;
+    unsigned char* to = x_tile(smem, x_slot, i) + swizzled64(row, unit16);
 #pragma unroll 1
-      for (int t = 0; t < SUBTILES; ++t) {
-        const int p = unit.p0 + t * 32 + unit16 * 8;
-        const int columns = unit.valid && p < HEADDIM ? (HEADDIM - p < 8 ? HEADDIM - p : 8) : 0;
+    for (int t = 0; t < SUBTILES; ++t) {
+      const int p = unit.p0 + t * 32 + unit16 * 8;
+      const int columns = unit.valid && p < HEADDIM ? (HEADDIM - p < 8 ? HEADDIM - p : 8) : 0;
 #pragma unroll
-        for (int i32 = 0; i32 < 2; ++i32) {
-          const int bytes = chunk * CHUNK + row + 32 * i32 < s.tokens ? columns * 2 : 0;
-          cp_async_cg_16(to + t * SUBTILE_BYTES + i32 * 2048, bytes > 0 ? from + 32 * i32 * args.x_strides.token + p : nullptr, bytes);
-        }
+      for (int i32 = 0; i32 < 2; ++i32) {
+        const int bytes = chunk * CHUNK + row + 32 * i32 < s.tokens ? columns * 2 : 0;
+        cp_async_cg_16(to + t * SUBTILE_BYTES + i32 * 2048, bytes > 0 ? from + 32 * i32 * args.x_strides.token + p : nullptr, bytes);
       }
     }
-    cp_async_mbarrier_arrive_noinc(barriers.x_full(x_slot));
   }
+  cp_async_mbarrier_arrive_noinc(barriers.x_full(x_slot));
+}
+__device__ __forceinline__ void copy_boxes_async(const ForwardArgs& args, const Segment& s, int chunk, unsigned char* smem, const Barriers& barriers,
+                                                 const RingPosition<STAGES>& at) {
   const int row = threadIdx.x / 8, column = threadIdx.x % 8 * 8;
+  const int64 token = s.first + chunk * CHUNK + row;
   const int rows_left = s.tokens - chunk * CHUNK - row;
-  const X* b_from = static_cast<const X*>(args.B) + s.row * args.b_strides.batch + (token + row) * args.b_strides.token + s.group * args.b_strides.head + column;
-  const X* c_from = static_cast<const X*>(args.C) + s.row * args.c_strides.batch + (token + row) * args.c_strides.token + s.group * args.c_strides.head + column;
+  const X* b_from = static_cast<const X*>(args.B) + s.row * args.b_strides.batch + token * args.b_strides.token + s.group * args.b_strides.head + column;
+  const X* c_from = static_cast<const X*>(args.C) + s.row * args.c_strides.batch + token * args.c_strides.token + s.group * args.c_strides.head + column;
 #pragma unroll 1
   for (int b = 0; b < DSTATE_BOXES; ++b) {
     wait_barrier(barriers.box_empty(at.stage, b), at.parity ^ 1);
@@ -192,15 +197,21 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
       const int chunk = chunk0 + ahead;
       if (chunk >= chunks) break;
       wait_barrier(barriers.x_empty(x_at.stage), x_at.parity ^ 1);
+      const bool copies = threadIdx.x == PRODUCER_THREADS - 32;
       if constexpr (USE_TMA) {
-        if (threadIdx.x == PRODUCER_THREADS - 32) copy_chunk_tma(maps, s, chunk, smem, barriers, x_at.stage, at);
+        if (copies) copy_x_tma(maps, s, chunk, smem, barriers, x_at.stage);
       } else {
-        copy_chunk_async(args, s, chunk, smem, barriers, x_at.stage, at);
+        copy_x_async(args, s, chunk, smem, barriers, x_at.stage);
       }
       if (warp < VECTOR_SETS)
         make_vectors(args, raw[ahead], a, bias, unit.valid ? s.tokens - chunk * CHUNK - 2 * lane : 0,
                      reinterpret_cast<float2*>(vectors_at(smem, x_at.stage, warp)) + lane);
-      mbarrier_arrive(barriers.x_full(x_at.stage));
+      mbarrier_arrive(barriers.x_full(x_at.stage));  // before waiting for boxes: consumers prepare x and H meanwhile
+      if constexpr (USE_TMA) {
+        if (copies) copy_boxes_tma(maps, s, chunk, smem, barriers, at);
+      } else {
+        copy_boxes_async(args, s, chunk, smem, barriers, at);
+      }
       x_at.advance();
       at.advance();
       load_dt(raw[ahead]);

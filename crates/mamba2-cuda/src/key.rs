@@ -1,7 +1,7 @@
 use std::fmt::Write;
 
 use mamba2_kernels::Rendered;
-use mamba2_spec::{Arch, Kernel};
+use mamba2_spec::Arch;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 

@@ -287,7 +287,7 @@ pub fn kernel_launch(
         KernelConfig::Sm90SegmentState(c) => Sm90Launch {
             kernel: Kernel::Sm90SegmentState,
             segment: c.segment,
-            heads: 1,
+            heads: c.heads,
             warpgroups: c.warpgroups,
             stages: c.stages,
         }
@@ -296,7 +296,7 @@ pub fn kernel_launch(
         KernelConfig::Sm90FusedForward(c) => Sm90Launch {
             kernel: Kernel::Sm90FusedForward,
             segment: c.segment,
-            heads: 1,
+            heads: c.heads,
             warpgroups: c.warpgroups,
             stages: c.stages,
         }
