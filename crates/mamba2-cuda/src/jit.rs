@@ -1,6 +1,7 @@
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use mamba2_kernels::Rendered;
 use mamba2_spec::Arch;
@@ -25,6 +26,26 @@ pub struct Jit {
     options: CompileOptions,
     shipped: Option<Arc<dyn ShippedCubins>>,
     state: Arc<Mutex<State>>,
+    counters: Arc<Counters>,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    compiled: AtomicU64,
+    cached: AtomicU64,
+    shipped: AtomicU64,
+}
+
+/// Kernels that a [`Jit`] and its clones have handed out, by where they came from. A server that has warmed up should see `compiled`
+/// stand still: a rise is a variant that the warm-up did not cover.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct JitCounts {
+    /// NVRTC made them.
+    pub compiled: u64,
+    /// From the cache on disk.
+    pub cached: u64,
+    /// From an imported bundle.
+    pub shipped: u64,
 }
 
 /// Cubins that came ready made, for instance in an imported bundle. They are taken whatever NVRTC made them: whoever imported
@@ -82,6 +103,7 @@ impl Jit {
             options,
             shipped: None,
             state: Arc::default(),
+            counters: Arc::default(),
         }
     }
 
@@ -94,6 +116,16 @@ impl Jit {
     /// The cache.
     pub fn cache(&self) -> &CubinCache {
         &self.cache
+    }
+
+    /// Kernels handed out so far.
+    pub fn counts(&self) -> JitCounts {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        JitCounts {
+            compiled: read(&self.counters.compiled),
+            cached: read(&self.counters.cached),
+            shipped: read(&self.counters.shipped),
+        }
     }
 
     /// True once NVRTC has been opened.
@@ -110,11 +142,31 @@ impl Jit {
         self.open(&mut state)
     }
 
-    /// The cubin of `rendered` for `arch`.
+    /// The cubin of `rendered` for `arch`. Compiling is logged: it takes seconds.
     ///
     /// # Errors
     /// [`CudaError::NvrtcMissing`] if it is neither cached nor can be compiled, or whatever [`Nvrtc::compile`] refuses.
     pub fn cubin(&self, rendered: &Rendered, arch: Arch) -> Result<JitOutcome, CudaError> {
+        let started = Instant::now();
+        let outcome = self.find_or_compile(rendered, arch)?;
+        let counter = match outcome.origin {
+            Origin::Compiled => &self.counters.compiled,
+            Origin::Cache => &self.counters.cached,
+            Origin::Shipped => &self.counters.shipped,
+        };
+        let count = counter.fetch_add(1, Ordering::Relaxed) + 1;
+        if outcome.origin == Origin::Compiled {
+            tracing::info!(
+                kernel = %rendered.kernel,
+                seconds = started.elapsed().as_secs_f64(),
+                compiled_so_far = count,
+                "compiled a kernel"
+            );
+        }
+        Ok(outcome)
+    }
+
+    fn find_or_compile(&self, rendered: &Rendered, arch: Arch) -> Result<JitOutcome, CudaError> {
         let identity = KernelIdentity::of(rendered, arch, self.options);
         if let Some(cubin) = self.cache.get(&identity, self.wanted()) {
             return Ok(JitOutcome {

@@ -44,7 +44,7 @@ pub use cache::{Cubin, CubinCache, DEFAULT_CACHE_BYTES, Pruned, Wanted};
 pub use device::{Device, DeviceInfo};
 pub use error::CudaError;
 pub use forward::{KernelReport, LoadedForward};
-pub use jit::{Jit, JitOutcome, Origin, ShippedCubins};
+pub use jit::{Jit, JitCounts, JitOutcome, Origin, ShippedCubins};
 pub use key::{KernelIdentity, KernelKey};
 pub use memory::{DeviceBuffer, Element};
 pub use nvrtc::{CompileOptions, Compiled, Nvrtc, NvrtcVersion, Resources, gate_fault};

@@ -263,6 +263,26 @@ fn a_second_process_neither_opens_nvrtc_nor_calls_it_for_cached_kernels() {
 }
 
 #[test]
+fn p2_a_kernel_that_no_warm_up_built_is_counted() {
+    if nvrtc().is_none() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("directory");
+    let jit = Jit::new(CubinCache::new(directory.path()));
+    jit.cubin(&tiny(GOOD, 0), Arch(90)).expect("compiles");
+    // A server would compare with this after each request; clones count together.
+    let warm = jit.counts();
+    assert_eq!((warm.compiled, warm.cached, warm.shipped), (1, 0, 0));
+    let clone = jit.clone();
+    clone.cubin(&tiny(GOOD, 0), Arch(90)).expect("cached");
+    assert_eq!((jit.counts().compiled, jit.counts().cached), (1, 1));
+    clone
+        .cubin(&tiny(GOOD, 0), Arch(80))
+        .expect("another variant");
+    assert_eq!(jit.counts().compiled, 2, "the miss shows");
+}
+
+#[test]
 #[ignore = "run by a_second_process_neither_opens_nvrtc_nor_calls_it_for_cached_kernels"]
 fn child_uses_the_cache() {
     let directory = std::env::var_os("MAMBA2_TEST_CACHE").expect("directory");

@@ -1,5 +1,6 @@
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use mamba2_cuda::{
     CompileOptions, CubinCache, CudaError, Device, Jit, LoadedForward, LoadedStep, Nvrtc,
@@ -153,6 +154,7 @@ struct Cuda {
     jit: Jit,
     ladder: Ladder,
     tuner: Option<Arc<dyn TuneHook>>,
+    tunings: AtomicU64,
 }
 
 impl Cuda {
@@ -179,6 +181,7 @@ impl Cuda {
             jit,
             ladder,
             tuner,
+            tunings: AtomicU64::new(0),
         }
     }
 
@@ -196,10 +199,10 @@ impl Cuda {
         if !wants_tuning(self.ladder.mode(), answer.tier, answer.stale) {
             return Ok(Choice::of(answer));
         }
-        let tuned = self
-            .tuner
-            .as_ref()
-            .map(|t| t.tune(problem, &self.device, &self.jit));
+        let tuned = self.tuner.as_ref().map(|t| {
+            self.count_tuning(problem);
+            t.tune(problem, &self.device, &self.jit)
+        });
         if self.learn(tuned) {
             return Ok(Choice::of(
                 self.ladder.look_up(problem, self.device.facts())?,
@@ -216,10 +219,10 @@ impl Cuda {
         if !wants_tuning(self.ladder.mode(), answer.tier, answer.stale) {
             return Ok(Choice::of(answer));
         }
-        let tuned = self
-            .tuner
-            .as_ref()
-            .map(|t| t.tune_step(problem, &self.device, &self.jit));
+        let tuned = self.tuner.as_ref().map(|t| {
+            self.count_tuning(problem);
+            t.tune_step(problem, &self.device, &self.jit)
+        });
         if self.learn(tuned) {
             return Ok(Choice::of(
                 self.ladder.look_up_step(problem, self.device.facts())?,
@@ -239,6 +242,11 @@ impl Cuda {
             problem,
             config,
         )?)
+    }
+
+    fn count_tuning(&self, shape: &dyn std::fmt::Display) {
+        let count = self.tunings.fetch_add(1, Ordering::Relaxed) + 1;
+        tracing::info!(%shape, tunings_so_far = count, "tuning a shape that has no record");
     }
 
     /// Takes in what the tuner found. A failed tuning costs time, never an answer.
@@ -333,6 +341,13 @@ impl Engine {
     /// Compiler and cubin cache; `None` on the CPU backend.
     pub fn jit(&self) -> Option<&Jit> {
         self.cuda.as_ref().map(|c| &c.jit)
+    }
+
+    /// Shapes this engine has tuned; 0 outside [`Mode::Tune`]. Kernels it compiled: `jit().counts()`.
+    pub fn tunings(&self) -> u64 {
+        self.cuda
+            .as_ref()
+            .map_or(0, |c| c.tunings.load(Ordering::Relaxed))
     }
 
     /// The look-up ladder; `None` on the CPU backend.

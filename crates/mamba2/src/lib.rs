@@ -57,8 +57,8 @@ pub use plan::{Plan, StepPlan};
 pub use mamba2_cpu::{CpuError, HostData, HostDataMut, HostTensor, HostTensorMut};
 pub use mamba2_cuda::{
     Availability, CubinCache, CudaError, Device, DeviceBuffer, DeviceTensor, Event, Graph, Jit,
-    KernelReport, LoadedForward, LoadedStep, Samples, Stream, Timer, TimerPolicy, availability,
-    span_bytes,
+    JitCounts, KernelReport, LoadedForward, LoadedStep, Samples, Stream, Timer, TimerPolicy,
+    availability, span_bytes,
 };
 pub use mamba2_spec::{
     self as spec, Alignment, Arch, ChunkSize, DKind, DeviceFacts, DtLimit, Dtype, ForwardInputs,
