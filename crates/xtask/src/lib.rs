@@ -1,7 +1,7 @@
 //! Development tasks. `cargo xtask test` is all a newcomer and CI need.
 //!
 //! * [`steps`]: what the commands run, in order;
-//! * [`nvrtc`]: finds NVRTC or fetches it;
+//! * [`wheels`]: finds NVRTC and a C++ compiler, or fetches them;
 //! * [`covering`]: small sets of rows in which every pair of values of two factors occurs;
 //! * [`gate`]: compiles every kernel for every architecture and refuses spills, too much shared memory, and legality rules on
 //!   which Rust and CUDA differ;
