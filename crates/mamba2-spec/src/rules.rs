@@ -4,7 +4,7 @@
 use crate::launch::{MAX_GRID_X, kernel_launch, step_launch};
 use crate::parameters::{
     ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90ClusterForward, Sm90FusedForward,
-    Sm90SegmentState, Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
+    Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
 };
 use crate::{
     Alignment, ChunkSize, DeviceFacts, Dtype, Kernel, KernelConfig, Problem, Sm90ClusterConfig,
@@ -751,41 +751,62 @@ fn three_kernel_for(
     })
 }
 
-/// The fused configs nearest to the table's defaults for one segment length.
+/// The configs of a fused strategy's kernels nearest to the table's defaults for one segment length.
+fn segment_kernels<S: Parameters, F: Parameters>(
+    problem: &Problem,
+    device: &DeviceFacts,
+    segment: u32,
+    state: fn(S) -> KernelConfig,
+    forward: fn(F) -> KernelConfig,
+) -> Option<(S, SegmentScan, F)> {
+    let legal = |config: &KernelConfig| check_kernel(config, problem, device).is_ok();
+    let fused_forward = nearest(with_segment::<F>(segment), |c| {
+        has_segment(c, segment) && legal(&forward(c.clone()))
+    })?;
+    let segment_scan = SegmentScan { segment };
+    let wanted = with_segment::<S>(segment);
+    // The whole sequence at once launches neither of the other two.
+    let segment_state = if segment == 0 {
+        wanted
+    } else {
+        check_kernel(&KernelConfig::SegmentScan(segment_scan), problem, device).ok()?;
+        nearest(wanted, |c| {
+            has_segment(c, segment) && legal(&state(c.clone()))
+        })?
+    };
+    Some((segment_state, segment_scan, fused_forward))
+}
+
+/// Row of `segment` in the table of a kernel that has it.
+fn segment_row<P: Parameters>() -> usize {
+    P::ROWS
+        .iter()
+        .position(|r| r.name == "segment")
+        .expect("a fused strategy's kernel should have a segment")
+}
+
+fn with_segment<P: Parameters>(segment: u32) -> P {
+    let mut config = P::default();
+    config.set_value(segment_row::<P>(), segment);
+    config
+}
+
+fn has_segment<P: Parameters>(config: &P, segment: u32) -> bool {
+    config.value(segment_row::<P>()) == segment
+}
+
 fn sm90_fused_for(
     problem: &Problem,
     device: &DeviceFacts,
     segment: u32,
 ) -> Option<Sm90FusedConfig> {
-    let fused_forward = nearest(
-        Sm90FusedForward {
-            segment,
-            ..Default::default()
-        },
-        |c| {
-            c.segment == segment
-                && check_kernel(&KernelConfig::Sm90FusedForward(*c), problem, device).is_ok()
-        },
+    let (segment_state, segment_scan, fused_forward) = segment_kernels(
+        problem,
+        device,
+        segment,
+        KernelConfig::Sm90SegmentState,
+        KernelConfig::Sm90FusedForward,
     )?;
-    let segment_scan = SegmentScan { segment };
-    let segment_state = if segment == 0 {
-        Sm90SegmentState {
-            segment,
-            ..Default::default()
-        }
-    } else {
-        check_kernel(&KernelConfig::SegmentScan(segment_scan), problem, device).ok()?;
-        nearest(
-            Sm90SegmentState {
-                segment,
-                ..Default::default()
-            },
-            |c| {
-                c.segment == segment
-                    && check_kernel(&KernelConfig::Sm90SegmentState(*c), problem, device).is_ok()
-            },
-        )?
-    };
     Some(Sm90FusedConfig {
         segment_state,
         segment_scan,
@@ -793,42 +814,18 @@ fn sm90_fused_for(
     })
 }
 
-/// As [`sm90_fused_for`], with transposed states.
 fn sm90_swap_fused_for(
     problem: &Problem,
     device: &DeviceFacts,
     segment: u32,
 ) -> Option<Sm90SwapFusedConfig> {
-    let fused_forward = nearest(
-        Sm90SwapFusedForward {
-            segment,
-            ..Default::default()
-        },
-        |c| {
-            c.segment == segment
-                && check_kernel(&KernelConfig::Sm90SwapFusedForward(*c), problem, device).is_ok()
-        },
+    let (segment_state, segment_scan, fused_forward) = segment_kernels(
+        problem,
+        device,
+        segment,
+        KernelConfig::Sm90SwapSegmentState,
+        KernelConfig::Sm90SwapFusedForward,
     )?;
-    let segment_scan = SegmentScan { segment };
-    let segment_state = if segment == 0 {
-        Sm90SwapSegmentState {
-            segment,
-            ..Default::default()
-        }
-    } else {
-        check_kernel(&KernelConfig::SegmentScan(segment_scan), problem, device).ok()?;
-        nearest(
-            Sm90SwapSegmentState {
-                segment,
-                ..Default::default()
-            },
-            |c| {
-                c.segment == segment
-                    && check_kernel(&KernelConfig::Sm90SwapSegmentState(*c), problem, device)
-                        .is_ok()
-            },
-        )?
-    };
     Some(Sm90SwapFusedConfig {
         segment_state,
         segment_scan,
