@@ -6,15 +6,14 @@
 // A segment that fits the ring is copied once and stays there for both passes.
 //
 // Grid   CLUSTER blocks per (sequence, HEADS_BLOCK heads)
-// Block  a producer warpgroup and WARPGROUPS consumers of HEADS heads each
-// Shared barriers and totals, then the ring (common/sm90_pipeline.cuh), then per consumer H [DSTATE_BOXES boxes], then the exchanged states
-//        [HEADS_BLOCK][STATE_REGISTERS / 4][128] float4, a thread's registers four by four
+// Block  a producer warpgroup, WARPGROUPS consumers of one head each, a score warpgroup
+// Shared barriers and totals, then the ring (common/sm90_pipeline.cuh), then per consumer the exchanged state [STATE_REGISTERS / 4][128]
+//        float4, a thread's registers four by four, and in its place later H [DSTATE_BOXES boxes]; then S [WARPGROUPS][SCORE_SLOTS boxes]
 // Tail   as in common/sm90_pipeline.cuh; blocks past a short sequence have no tokens and still take part in the exchange
 // Source Dao and Gu 2024, section 6, all steps in one launch
 #include "mamba2_config.cuh"
 
 constexpr bool WITH_C = true;
-constexpr bool TWO_PASSES = true;  // over the segment
 constexpr int SEGMENT = 0;  // depends on the sequence
 constexpr int HEADS = 1;    // a warpgroup; two spill
 
@@ -22,12 +21,14 @@ constexpr int HEADS = 1;    // a warpgroup; two spill
 #include "ptx/sm90_cluster.cuh"
 
 constexpr int STATE_BYTES = STATE_REGISTERS * 128 * 4;  // of one head
-constexpr int EXCHANGE_OFFSET = BARRIERS_BYTES + STAGES * STAGE_BYTES + WARPGROUPS * H_BYTES;
-static_assert(EXCHANGE_OFFSET + HEADS_BLOCK * STATE_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+constexpr int EXCHANGE_OFFSET = BARRIERS_BYTES + STAGES * STAGE_BYTES;
+constexpr int SCORES_OFFSET = EXCHANGE_OFFSET + WARPGROUPS * STATE_BYTES;
+static_assert(H_BYTES <= STATE_BYTES);
+static_assert(SCORES_OFFSET + SCORES_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
 constexpr int CLUSTER_BARRIERS_OFFSET = 512;  // behind the ring's barriers
 constexpr int TOTALS_OFFSET = 640;
-static_assert(STAGES * 16 <= CLUSTER_BARRIERS_OFFSET && TOTALS_OFFSET + HEADS_BLOCK * 4 <= BARRIERS_BYTES);
+static_assert(SCORE_BARRIERS_OFFSET + WARPGROUPS * SCORE_SLOTS * 16 <= CLUSTER_BARRIERS_OFFSET && TOTALS_OFFSET + HEADS_BLOCK * 4 <= BARRIERS_BYTES);
 constexpr int BLOCK_BARRIER = WARPGROUPS + 1;  // of all consumers
 
 __device__ __forceinline__ Segment locate_cluster_segment(const ForwardArgs& args, int64 work, int rank) {
@@ -57,6 +58,40 @@ __device__ __forceinline__ void sync_consumers_of_cluster(unsigned barrier) {
   bar_sync(BLOCK_BARRIER, 128 * WARPGROUPS);
   if (threadIdx.x - PRODUCER_THREADS < CLUSTER) mbarrier_arrive_cluster(map_to_rank(barrier, threadIdx.x - PRODUCER_THREADS));
   while (!mbarrier_try_wait_parity_cluster(barrier, 0)) {
+  }
+}
+
+// Step 1: the state at the segment's end from that at its start, and the whole decay, log2 units. Forward, because the vectors of a
+// resident segment serve step 3 as well. The ring is read from `at`; with `release` unset the stages stay full.
+__device__ __forceinline__ void accumulate_segment(const Segment& s, const unsigned char* ring, const Barriers& barriers, int consumer,
+                                                   RingPosition<STAGES>& at, bool release, float (&state)[STATE_REGISTERS], float& total) {
+  total = 0.f;
+  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
+  for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
+    wait_barrier(barriers.full(at.stage), at.parity);
+    if constexpr (!USE_TMA) fence_proxy_async();
+    const unsigned char* stage = ring + at.stage * STAGE_BYTES;
+    const Vectors v = vectors_of(stage, consumer);
+    FragmentA<X> a[4];
+    load_weighted_x(a, stage + X_OFFSET + consumer * BOX_BYTES, v.w());
+    total += v.g[CHUNK - 1];
+    scale_state(state, v);
+    wgmma_fence();
+    start_state_update(state, a, stage + B_OFFSET);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    if (release) {
+      if constexpr (USE_TMA) fence_proxy_async();  // the next copies come through another proxy than these reads
+      arrive_warp(barriers.empty(at.stage));
+    }
+  }
+}
+
+// Lets the chunks of step 1 pass, which are not the score warpgroup's.
+__device__ __forceinline__ void skip_segment(const Segment& s, const Barriers& barriers, RingPosition<STAGES>& at) {
+  for (int token = 0; token < s.tokens; token += CHUNK, at.advance()) {
+    wait_barrier(barriers.full(at.stage), at.parity);
+    arrive_warp(barriers.empty(at.stage));
   }
 }
 
@@ -95,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) __cluster_d
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
+  const ScoreBarriers score_barriers{smem_address(smem) + SCORE_BARRIERS_OFFSET};
   const int rank = static_cast<int>(cluster_rank());
   const unsigned local_ready = smem_address(smem) + CLUSTER_BARRIERS_OFFSET, start_ready = local_ready + 8;
   const Segment s = locate_cluster_segment(args, blockIdx.x / CLUSTER, rank);
@@ -103,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) __cluster_d
     mbarrier_init(start_ready, CLUSTER);
   }
   barriers.init();
+  score_barriers.init();
   cluster_sync_all();
 
   const bool resident = s.tokens <= STAGES * CHUNK;
@@ -110,59 +147,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) __cluster_d
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     RingPosition<STAGES> at;
-    if (adds && !resident) produce<false>(args, maps, s, ring, barriers, at);
-    produce<true>(args, maps, s, ring, barriers, at);
+    if (adds && !resident) produce<false, false>(args, maps, s, ring, barriers, at);
+    produce<true, false>(args, maps, s, ring, barriers, at);
+  } else if (threadIdx.x >= PRODUCER_THREADS + 128 * WARPGROUPS) {
+    setmaxnreg_dec<SCORE_REGISTERS>();
+    RingPosition<STAGES> at;
+    if (adds && !resident) skip_segment(s, barriers, at);
+    make_scores(s, ring, smem + SCORES_OFFSET, barriers, score_barriers, at);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
-    unsigned char* h_boxes = ring + STAGES * STAGE_BYTES + consumer * H_BYTES;
-    const int head0 = first_head(s) + consumer * HEADS;
-    float4* exchanged = reinterpret_cast<float4*>(smem + EXCHANGE_OFFSET) + consumer * HEADS * (STATE_REGISTERS / 4 * 128) + threadIdx.x % 128;
+    unsigned char* own = smem + EXCHANGE_OFFSET + consumer * STATE_BYTES;
+    float4* exchanged = reinterpret_cast<float4*>(own) + threadIdx.x % 128;
+    const int head = first_head(s) + consumer;
     float state[HEADS][STATE_REGISTERS];
     RingPosition<STAGES> at;
     if (adds) {
-      float total[HEADS];
+      float total;
+      if (rank == 0) {
+        load_initial_state(args, s, head, state[0]);
+      } else {
 #pragma unroll
-      for (int h = 0; h < HEADS; ++h) {
-        if (rank == 0) {
-          load_initial_state(args, s, head0 + h, state[h]);
-        } else {
-#pragma unroll
-          for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] = 0.f;
-        }
+        for (int i = 0; i < STATE_REGISTERS; ++i) state[0][i] = 0.f;
       }
-      accumulate_segment(s, ring, barriers, consumer, at, !resident, state, total);
+      accumulate_segment(s, ring, barriers, consumer, at, !resident, state[0], total);
 #pragma unroll
-      for (int h = 0; h < HEADS; ++h) {
-#pragma unroll
-        for (int i = 0; i < STATE_REGISTERS; i += 4)
-          exchanged[(h * STATE_REGISTERS / 4 + i / 4) * 128] = make_float4(state[h][i], state[h][i + 1], state[h][i + 2], state[h][i + 3]);
-        if (threadIdx.x % 128 == 0) reinterpret_cast<float*>(smem + TOTALS_OFFSET)[consumer * HEADS + h] = total[h];
-      }
+      for (int i = 0; i < STATE_REGISTERS; i += 4) exchanged[i / 4 * 128] = make_float4(state[0][i], state[0][i + 1], state[0][i + 2], state[0][i + 3]);
+      if (threadIdx.x % 128 == 0) reinterpret_cast<float*>(smem + TOTALS_OFFSET)[consumer] = total;
     }
     sync_consumers_of_cluster(local_ready);
     chain_slice(smem_address(smem) + EXCHANGE_OFFSET, smem_address(smem) + TOTALS_OFFSET, rank);
     sync_consumers_of_cluster(start_ready);
+    if (rank == 0) {
+      load_initial_state(args, s, head, state[0]);
+    } else {
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
-      if (rank == 0) {
-        load_initial_state(args, s, head0 + h, state[h]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < STATE_REGISTERS; i += 4) {
-          const float4 v = exchanged[(h * STATE_REGISTERS / 4 + i / 4) * 128];
-          state[h][i] = v.x;
-          state[h][i + 1] = v.y;
-          state[h][i + 2] = v.z;
-          state[h][i + 3] = v.w;
-        }
+      for (int i = 0; i < STATE_REGISTERS; i += 4) {
+        const float4 v = exchanged[i / 4 * 128];
+        state[0][i] = v.x;
+        state[0][i + 1] = v.y;
+        state[0][i + 2] = v.z;
+        state[0][i + 3] = v.w;
       }
     }
+    bar_sync(consumer + 1, 128);  // H may take the place of the exchanged state
     if (resident) at = {};
-    forward_segment(args, s, ring, h_boxes, barriers, consumer, at, state);
-    if (s.last) {
-#pragma unroll
-      for (int h = 0; h < HEADS; ++h) store_final_state(args, s, head0 + h, state[h]);
-    }
+    forward_segment(args, s, ring, own, smem + SCORES_OFFSET, barriers, score_barriers, consumer, at, state);
+    if (s.last) store_final_state(args, s, head, state[0]);
   }
 }

@@ -1,24 +1,24 @@
 // sm90_fused_forward, for every segment and head, chunk after chunk of 64 tokens, the state H in registers:
 //   Y[i, p]  = exp2(G_i) sum_n C[i, n] H[p, n] + sum_{j <= i} exp2(G_i - G_j) dt_j (C B^T)[i, j] x[j, p] + D x[i, p],  then Y * silu(z)
 //   H[p, n]  = exp2(G_last) H[p, n] + sum_l w[l] x[l, p] B[l, n]
-// States never touch device memory but at segment boundaries. C B^T is made once for the HEADS heads of a warpgroup.
+// States never touch device memory but at segment boundaries. C B^T is made once for all heads of a block.
 //
-// Products of a warpgroup (M = 64): C B^T (shared x shared), C H^T (shared x shared, H rounded to X_DTYPE), S x (registers x shared),
-// (w x)^T B (registers x shared): the operands that need scaling are in registers, x and B are used raw.
+// Products of a warpgroup (M = 64): C B^T (shared x shared), C H^T (shared x shared, H rounded to X_DTYPE), S x (shared x shared),
+// (w x)^T B (registers x shared); x and B are used raw.
 //
 // Grid   one block per (sequence, segment, HEADS_BLOCK heads)
-// Block  a producer warpgroup and WARPGROUPS consumers of HEADS heads each
-// Shared barriers, then the ring (common/sm90_pipeline.cuh), then per consumer H [DSTATE_BOXES boxes of 64 headdim rows x 64]
+// Block  a producer warpgroup, WARPGROUPS consumers of HEADS heads each, a score warpgroup
+// Shared barriers, then the ring (common/sm90_pipeline.cuh), then per consumer H [DSTATE_BOXES boxes of 64 headdim rows x 64], then S
+//        [WARPGROUPS][SCORE_SLOTS boxes]
 // Tail   as in common/sm90_pipeline.cuh; rows past the segment are not stored
 // Source Dao and Gu 2024, section 6, all steps in one pass
 #include "mamba2_config.cuh"
 
 constexpr bool WITH_C = true;
-constexpr bool TWO_PASSES = false;  // over the segment
 
 #include "common/sm90_forward.cuh"
 
-static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + WARPGROUPS * H_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + WARPGROUPS * H_BYTES + SCORES_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
 __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
   if (s.index == 0) return load_initial_state(args, s, head, state);
@@ -37,16 +37,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char* ring = smem + BARRIERS_BYTES;
+  unsigned char* tiles = ring + STAGES * STAGE_BYTES + WARPGROUPS * H_BYTES;
   const Barriers barriers{smem_address(smem)};
+  const ScoreBarriers score_barriers{smem_address(smem) + SCORE_BARRIERS_OFFSET};
   const Segment s = locate_segment<HEAD_BLOCKS_PER_GROUP>(args, blockIdx.x);
   if (s.tokens < 0) return;
   barriers.init();
+  score_barriers.init();
   __syncthreads();
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     RingPosition<STAGES> at;
-    produce<WITH_C>(args, maps, s, ring, barriers, at);
+    produce<WITH_C, false>(args, maps, s, ring, barriers, at);
+  } else if (threadIdx.x >= PRODUCER_THREADS + 128 * WARPGROUPS) {
+    setmaxnreg_dec<SCORE_REGISTERS>();
+    RingPosition<STAGES> at;
+    make_scores(s, ring, tiles, barriers, score_barriers, at);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
@@ -56,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     for (int h = 0; h < HEADS; ++h) load_start_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
 
     RingPosition<STAGES> at;
-    forward_segment(args, s, ring, h_boxes, barriers, consumer, at, state);
+    forward_segment(args, s, ring, h_boxes, tiles, barriers, score_barriers, consumer, at, state);
     if (s.last) {
 #pragma unroll
       for (int h = 0; h < HEADS; ++h) store_final_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);

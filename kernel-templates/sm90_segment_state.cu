@@ -1,7 +1,8 @@
 // sm90_segment_state, for every segment but the last of each sequence, and every head:
 //   local[s, h, p, n] = sum_l exp2(G_end - G_l) dt_l x[l, h, p] B[l, n]    the segment's state from a zero start, float32
 //   total[s, h]       = G_end                                              its whole decay, log2 units
-// segment_scan turns them into the state at each segment's start.
+// segment_scan turns them into the state at each segment's start. Chunks are taken from the last to the first: what follows a chunk is
+// known then, its decay goes into w, and the sum is never scaled, so that its products follow each other without a wait.
 //
 // Grid   one block per (sequence, segment, HEADS_BLOCK heads)
 // Block  a producer warpgroup and WARPGROUPS consumers of HEADS heads each; see common/sm90_pipeline.cuh
@@ -9,11 +10,46 @@
 #include "mamba2_config.cuh"
 
 constexpr bool WITH_C = false;
-constexpr bool TWO_PASSES = false;  // over the segment
 
 #include "common/sm90_pipeline.cuh"
 
 static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+
+// The consumer's part: the sum over all chunks, and the whole decay, log2 units.
+__device__ __forceinline__ void sum_segment(const Segment& s, const unsigned char* ring, const Barriers& barriers, int consumer,
+                                            float (&state)[HEADS][STATE_REGISTERS], float (&total)[HEADS]) {
+#pragma unroll
+  for (int h = 0; h < HEADS; ++h) total[h] = 0.f;
+  RingPosition<STAGES> at;
+  unsigned behind = 0;  // barrier of the chunk whose products may still run
+  const auto add_chunk = [&](FragmentA<X> (&a)[HEADS][4]) {
+    wait_barrier(barriers.full(at.stage), at.parity);
+    if constexpr (!USE_TMA) fence_proxy_async();
+    const unsigned char* stage = ring + at.stage * STAGE_BYTES;
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+      const Vectors v = vectors_of(stage, consumer * HEADS + h);
+      load_weighted_x(a[h], stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES, v.w());
+      total[h] += v.g[CHUNK - 1];
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) start_state_update(state[h], a[h], stage + B_OFFSET);
+    wgmma_commit_group();
+    wgmma_wait_group<1>();
+    if constexpr (USE_TMA) fence_proxy_async();  // the next copies come through another proxy than these reads
+    if (behind) arrive_warp(behind);
+    behind = barriers.empty(at.stage);
+    at.advance();
+  };
+  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;  // of a segment that is not the last: an even number
+  FragmentA<X> even[HEADS][4], odd[HEADS][4];         // the products of one still read it while the other is loaded
+  for (int chunk = 0; chunk < chunks; chunk += 2) {
+    add_chunk(even);
+    add_chunk(odd);
+  }
+  wgmma_wait_group<0>();
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segment_state(const __grid_constant__ ForwardArgs args,
     const __grid_constant__ TensorMaps maps) {
@@ -28,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     RingPosition<STAGES> at;
-    produce<WITH_C>(args, maps, s, ring, barriers, at);
+    produce<WITH_C, true>(args, maps, s, ring, barriers, at);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
@@ -38,8 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
     for (int h = 0; h < HEADS; ++h)
 #pragma unroll
       for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] = 0.f;
-    RingPosition<STAGES> at;
-    accumulate_segment(s, ring, barriers, consumer, at, true, state, total);
+    sum_segment(s, ring, barriers, consumer, state, total);
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
       const int head = first_head(s) + consumer * HEADS + h;

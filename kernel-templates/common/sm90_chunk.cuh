@@ -26,12 +26,12 @@ constexpr float LOG2_E = 1.4426950408889634f;
 MAMBA2_REQUIRE(P01, X_DTYPE < 2, "16-bit inputs only: wgmma has no float32 product");
 MAMBA2_REQUIRE(P04, ALIGNED == 1, "16-byte copies");
 MAMBA2_REQUIRE(P05, SEGMENT % CHUNK == 0, "a segment is whole chunks");
-static_assert(THREADS == PRODUCER_THREADS + 128 * WARPGROUPS, "launch.rs gives one producer warpgroup");
+static_assert(THREADS == PRODUCER_THREADS + 128 * (WARPGROUPS + SCORE_WARPGROUPS), "launch.rs gives one producer warpgroup");
 
 // Boxes are copied by the tensor memory accelerator. Packed sequences end inside the tensor, where only cp.async can stop reading.
 constexpr bool USE_TMA = !PACKED;
 struct TensorMaps {
-  TensorMap x, b, c;
+  TensorMap x, b, c, z;
 };
 
 struct Segment {
@@ -130,6 +130,12 @@ __device__ __forceinline__ void wait_barrier(unsigned barrier, unsigned parity) 
   }
 }
 
+// One arrival of the warp: what its threads did before is done. 32 arrivals at one address would take their turns.
+__device__ __forceinline__ void arrive_warp(unsigned barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
 // Slot and parity of a ring of SLOTS, advanced step by step.
 template <int SLOTS>
 struct RingPosition {
@@ -145,8 +151,9 @@ struct RingPosition {
 
 // ---- vectors of a chunk ----
 
-// g, gd and w of one head's chunk from this lane's two raw dt.
-__device__ __forceinline__ void make_vectors(const ForwardArgs& args, const float (&raw)[2], float a, float bias, int tokens_left, float2* to) {
+// g, gd and w of one head's chunk from this lane's two raw dt; w decays by 2^after more. Returns the chunk's whole G.
+__device__ __forceinline__ float make_vectors(const ForwardArgs& args, const float (&raw)[2], float a, float bias, int tokens_left, float after,
+                                              float2* to) {
   const int lane = threadIdx.x % 32;
   float dt[2];
 #pragma unroll
@@ -164,7 +171,7 @@ __device__ __forceinline__ void make_vectors(const ForwardArgs& args, const floa
   to[0] = g;
   to[CHUNK / 2] = make_float2(g.x - lg2_approx(dt[0]), g.y - lg2_approx(dt[1]));  // dt = 0: +inf, its weight exp2(-inf) = 0
   const float last = __shfl_sync(0xffffffffu, g.y, 31);
-  const float w0 = dt[0] * ex2_approx(fminf(last - g.x, 0.f)), w1 = dt[1] * ex2_approx(fminf(last - g.y, 0.f));
+  const float w0 = dt[0] * ex2_approx(fminf(last - g.x, 0.f) + after), w1 = dt[1] * ex2_approx(fminf(last - g.y, 0.f) + after);
   if constexpr (X_DTYPE == 0) {
     const Pair<X> high = pack<X>(w0, w1);
     const float2 kept = unpack(high);
@@ -172,6 +179,7 @@ __device__ __forceinline__ void make_vectors(const ForwardArgs& args, const floa
   } else {
     to[CHUNK] = make_float2(w0, w1);
   }
+  return last;
 }
 
 struct Vectors {

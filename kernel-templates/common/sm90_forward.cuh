@@ -1,12 +1,37 @@
 // The forward pass of one segment, for sm90_fused_forward and sm90_cluster_forward; include after common/sm90_pipeline.cuh's WITH_C = true.
+//
+// Two chains of work run beside each other: S of the next chunks, which needs no state, and H from chunk to chunk. The score warpgroup
+// makes C B^T once for all heads of the block, and each head's S from it, into a ring of tiles; the consumers read them there. So the
+// exponentials of S and the products of H hide each other, and neither's registers burden the other.
 #pragma once
 
 #include "common/sm90_pipeline.cuh"
 
-// Registers for the state update's operand while S x still needs its own, and for C B^T of the next chunk; else one product at a time.
-constexpr bool ROOMY = HEADS * STATE_REGISTERS <= 64;
-
 constexpr int H_BYTES = DSTATE_BOXES * BOX_BYTES;
+
+// Tiles of S [64 x 64] that wait for each consumer.
+constexpr int SCORE_SLOTS = 2;
+constexpr int SCORES_BYTES = WARPGROUPS * SCORE_SLOTS * BOX_BYTES;
+
+// A full and an empty barrier per tile of S, behind the ring's.
+struct ScoreBarriers {
+  unsigned base;
+  __device__ __forceinline__ unsigned full(int consumer, int slot) const { return base + (consumer * SCORE_SLOTS + slot) * 16; }
+  __device__ __forceinline__ unsigned empty(int consumer, int slot) const { return full(consumer, slot) + 8; }
+  __device__ __forceinline__ void init() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < WARPGROUPS * SCORE_SLOTS; ++i) {
+        mbarrier_init(full(0, i), 4);  // an arrival a warp
+        mbarrier_init(empty(0, i), 4);
+      }
+      fence_mbarrier_init();
+    }
+  }
+};
+constexpr int SCORE_BARRIERS_OFFSET = STAGES * 16;
+__device__ __forceinline__ unsigned char* score_tile(unsigned char* tiles, int consumer, int slot) {
+  return tiles + (consumer * SCORE_SLOTS + slot) * BOX_BYTES;
+}
 
 // D [64 x 64] (+)= the [64][K] boxes at `a` times the [64][K] boxes at `b` transposed, K = dstate.
 __device__ __forceinline__ void start_product_over_dstate(float (&d)[32], const unsigned char* a, const unsigned char* b) {
@@ -59,13 +84,14 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
       }
   }
   if constexpr (HAS_Z) {
-    const X* z = static_cast<const X*>(args.z) + s.row * args.z_strides.batch + (s.first + token0) * args.z_strides.token + head * args.z_strides.head;
+    const unsigned char* z_box = x_box + (Z_OFFSET - X_OFFSET);
 #pragma unroll
     for (int t = 0; t < 8; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int l = row + i / 2 * 8, p = t * 8 + column + i % 2;
-        if (l < valid && p < HEADDIM) y[t * 4 + i] *= silu(to_float(z[l * args.z_strides.token + p]));
+      for (int r = 0; r < 2; ++r) {
+        const float2 z = unpack(*reinterpret_cast<const Pair<X>*>(z_box + swizzled(row + 8 * r, t) + column * 2));
+        y[t * 4 + 2 * r] *= silu(z.x);
+        y[t * 4 + 2 * r + 1] *= silu(z.y);
       }
   }
   bar_sync(barrier, 128);  // every warp of the warpgroup is done with the x box
@@ -126,46 +152,65 @@ __device__ __forceinline__ void load_initial_state(const ForwardArgs& args, cons
   }
 }
 
+// The score warpgroup's part: S of every chunk and head of the segment. The ring is read from `at`.
+__device__ __forceinline__ void make_scores(const Segment& s, const unsigned char* ring, unsigned char* tiles, const Barriers& barriers,
+                                            const ScoreBarriers& score_barriers, RingPosition<STAGES>& at) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int row = warp * 16 + lane % 16;
+  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
+  RingPosition<SCORE_SLOTS> to;
+  for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
+    const unsigned char* stage = ring + at.stage * STAGE_BYTES;
+    wait_barrier(barriers.full(at.stage), at.parity);
+    if constexpr (!USE_TMA) fence_proxy_async();
+    float scores[32];  // raw C B^T, 64 rows x 64 tokens
+    wgmma_fence();
+    start_product_over_dstate(scores, stage, stage + B_OFFSET);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+#pragma unroll 1
+    for (int h = 0; h < HEADS; ++h) {
+#pragma unroll 1
+      for (int consumer = 0; consumer < WARPGROUPS; ++consumer) {
+        FragmentA<X> decayed[4];
+        decay_scores<WARPGROUPS != 3>(decayed, scores, vectors_of(stage, consumer * HEADS + h), threadIdx.x, 0);
+        wait_barrier(score_barriers.empty(consumer, to.stage), to.parity ^ 1);
+        const unsigned tile = smem_address(score_tile(tiles, consumer, to.stage));
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          stmatrix_x4(tile + swizzled(row, 2 * k + lane / 16), decayed[k].pair[0].bits, decayed[k].pair[1].bits, decayed[k].pair[2].bits, decayed[k].pair[3].bits);
+        fence_proxy_async();
+        arrive_warp(score_barriers.full(consumer, to.stage));
+      }
+      to.advance();
+    }
+    if constexpr (USE_TMA) fence_proxy_async();  // the next copies come through another proxy than these reads
+    arrive_warp(barriers.empty(at.stage));
+  }
+}
+
 // The consumer's part: Y of every chunk of the segment, and the state at its end, from the state at its start. The ring is read from `at`.
 __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const Segment& s, unsigned char* ring, unsigned char* h_boxes,
-                                                const Barriers& barriers, int consumer, RingPosition<STAGES>& at,
-                                                float (&state)[HEADS][STATE_REGISTERS]) {
+                                                unsigned char* tiles, const Barriers& barriers, const ScoreBarriers& score_barriers,
+                                                int consumer, RingPosition<STAGES>& at, float (&state)[HEADS][STATE_REGISTERS]) {
   const int barrier = consumer + 1;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   X* out = static_cast<X*>(args.out) + s.row * args.out_strides.batch + (s.first + warp * 16 + lane / 8) * args.out_strides.token +
            (first_head(s) + consumer * HEADS) * args.out_strides.head + lane % 8 * 8;
 
   const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-  RingPosition<STAGES> next = at;
-  float scores[32];  // raw C B^T of the chunk, 64 rows x 64 tokens
-  // Waits for a chunk and starts its C B^T, which needs no state: it runs under the end of the chunk before. Past the last chunk it
-  // repeats that chunk's, unused: ptxas keeps wgmma asynchronous only where every path starts and waits for the same ones.
-  const auto start_scores = [&](bool any) {
-    if (any) wait_barrier(barriers.full(next.stage), next.parity);
-    if constexpr (!USE_TMA) fence_proxy_async();
-    unsigned char* stage = ring + (any ? next.stage : at.stage) * STAGE_BYTES;
-    wgmma_fence();
-    start_product_over_dstate(scores, stage, stage + B_OFFSET);
-    wgmma_commit_group();
-    next.advance();
-  };
-  if (ROOMY && chunks > 0) {
-    start_scores(true);
-    wgmma_wait_group<0>();
-  }
+  RingPosition<SCORE_SLOTS> from;
   for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
     unsigned char* stage = ring + at.stage * STAGE_BYTES;
-    FragmentA<X> decayed[HEADS][4];
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
+    for (int h = 0; h < HEADS; ++h, from.advance()) {
       const Vectors v = vectors_of(stage, consumer * HEADS + h);
       unsigned char* x_box = stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES;
-      if constexpr (!ROOMY) wait_barrier(barriers.full(at.stage), at.parity);
+      if (h == 0) wait_barrier(barriers.full(at.stage), at.parity);
       store_state_tile(h_boxes, state[h]);
-      if constexpr (!ROOMY) scale_state(state[h], v);  // under products that the state's own have not finished before, ptxas adds a wait
+      scale_state(state[h], v);  // under C H^T ptxas would add a wait
       fence_proxy_async();
       bar_sync(barrier, 128);
-      if constexpr (!ROOMY) start_scores(true);
       float y[32];
       wgmma_fence();
       start_product_over_dstate(y, stage, h_boxes);
@@ -173,44 +218,28 @@ __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const S
 
       // Under C H^T: everything that needs no result of it.
       FragmentA<X> weighted_x[4];
-      if constexpr (ROOMY) load_weighted_x(weighted_x, x_box, v.w());
-      if (ROOMY && h == 0) {
-#pragma unroll
-        for (int i = 0; i < HEADS; ++i) decay_scores<true>(decayed[i], scores, vectors_of(stage, consumer * HEADS + i), threadIdx.x, 0);
-      }
-      if constexpr (!ROOMY) {
-        wgmma_wait_group<1>();  // C B^T
-        decay_scores<false>(decayed[h], scores, v, threadIdx.x, 0);
-      }
+      load_weighted_x(weighted_x, x_box, v.w());
       const int row = warp * 16 + lane / 4;
       const float rise[2] = {ex2_approx(fminf(v.g[row], 0.f)), ex2_approx(fminf(v.g[row + 8], 0.f))};
-      if constexpr (ROOMY) scale_state(state[h], v);
       wgmma_wait_group<0>();  // C H^T
 #pragma unroll
       for (int i = 0; i < 32; ++i) y[i] *= rise[i / 2 % 2];
 
+      wait_barrier(score_barriers.full(consumer, from.stage), from.parity);
       wgmma_fence();
-      const WgmmaDescriptor<128> x(smem_address(x_box), BOX_BYTES);
+      const WgmmaDescriptor<128> scores(smem_address(score_tile(tiles, consumer, from.stage)), 0), x(smem_address(x_box), BOX_BYTES);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) multiply_registers(y, decayed[h][k], x.at(k * 16 * 128));
+      for (int k = 0; k < 4; ++k) multiply_tiles<0, 1>(y, scores.at(k * 32), x.at(k * 16 * 128), 1);
       wgmma_commit_group();
-      if constexpr (ROOMY) {
-        start_state_update(state[h], weighted_x, stage + B_OFFSET);
-        wgmma_commit_group();
-      }
-      wgmma_wait_group<ROOMY>();  // S x
-      if constexpr (!ROOMY) {
-        load_weighted_x(weighted_x, x_box, v.w());
-        wgmma_fence();
-        start_state_update(state[h], weighted_x, stage + B_OFFSET);
-        wgmma_commit_group();
-      }
-      if (ROOMY && h == HEADS - 1) start_scores(chunk + 1 < chunks);
+      start_state_update(state[h], weighted_x, stage + B_OFFSET);
+      wgmma_commit_group();
+      wgmma_wait_group<1>();  // S x
+      arrive_warp(score_barriers.empty(consumer, from.stage));
       store_output(args, s, chunk, first_head(s) + consumer * HEADS + h, y, x_box, out + h * args.out_strides.head, barrier);
       if constexpr (USE_TMA) fence_proxy_async();  // the next copy into the x box comes through another proxy than its last reads and writes
-      wgmma_wait_group<0>();  // the state update and C B^T of the next chunk
+      wgmma_wait_group<0>();  // the state update
     }
     out += CHUNK * args.out_strides.token;
-    mbarrier_arrive(barriers.empty(at.stage));
+    arrive_warp(barriers.empty(at.stage));
   }
 }

@@ -1,17 +1,20 @@
 // What sm90_segment_state, sm90_fused_forward and sm90_cluster_forward share: work items, the shared-memory ring, its producer, and the state update.
 //
 // A work item is one segment of one sequence for HEADS_BLOCK heads of a group. Warpgroup 0 produces, warpgroups 1..WARPGROUPS
-// consume, HEADS heads each.
+// consume, HEADS heads each; with C a last warpgroup makes S for all of them (common/sm90_forward.cuh).
 //
 // Shared-memory tiles are boxes of 64 rows x 64 elements with the 128-byte swizzle of wgmma: row r is 128 bytes, its 16-byte unit u
 // lies at u ^ (r % 8). A stage holds, in this order,
 //   C  [DSTATE_BOXES boxes, 64 tokens each]      (WITH_C only)
 //   B  [DSTATE_BOXES boxes]
 //   x  [HEADS_BLOCK boxes, 64 tokens x headdim]
+//   z  [HEADS_BLOCK boxes]                        (WITH_C and HAS_Z only)
 //   g, gd, w  [HEADS_BLOCK][3][64]
 // Tokens past the segment, dstate past DSTATE, headdim past HEADDIM and heads past the group read as zero: nothing outside the
 // tensors is touched, and NaN beyond a sequence cannot enter.
 #pragma once
+
+constexpr int SCORE_WARPGROUPS = WITH_C ? 1 : 0;
 
 #include "common/sm90_chunk.cuh"
 
@@ -24,20 +27,24 @@ MAMBA2_REQUIRE(P02, HEADDIM <= 64 && (DSTATE_BOXES == 1 || DSTATE_BOXES == 2 || 
 constexpr int C_BYTES = WITH_C ? DSTATE_BOXES * BOX_BYTES : 0;
 constexpr int B_OFFSET = C_BYTES;
 constexpr int X_OFFSET = B_OFFSET + DSTATE_BOXES * BOX_BYTES;
-constexpr int VECTORS_OFFSET = X_OFFSET + HEADS_BLOCK * BOX_BYTES;
+constexpr bool WITH_Z = WITH_C && HAS_Z;
+constexpr int Z_OFFSET = X_OFFSET + HEADS_BLOCK * BOX_BYTES;
+constexpr int Z_BYTES = WITH_Z ? HEADS_BLOCK * BOX_BYTES : 0;
+constexpr int VECTORS_OFFSET = Z_OFFSET + Z_BYTES;
 constexpr int STAGE_BYTES = VECTORS_OFFSET + (HEADS_BLOCK * VECTORS_BYTES + 1023) / 1024 * 1024;
 constexpr int BARRIERS_BYTES = 1024;
 // Two blocks share a multiprocessor where the states of a lone consumer warpgroup are small enough; copies without tensor maps need
 // too many registers for that.
-constexpr int BLOCKS_PER_SM = USE_TMA && WARPGROUPS == 1 && HEADS * STATE_REGISTERS <= 64 ? 2 : 1;
+constexpr int BLOCKS_PER_SM = !WITH_C && USE_TMA && WARPGROUPS == 1 && HEADS * STATE_REGISTERS <= 64 ? 2 : 1;
 // Registers after reallocation: what a block is launched with, moved from the producer to the
 // consumers. In steps of eight; a thread has at most 240. rules.rs computes the same.
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS_PER_SM * THREADS) > 248 ? 248 : 65536 / (BLOCKS_PER_SM * THREADS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = USE_TMA ? 56 : TWO_PASSES ? 88 : 72;
-constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS) / (128 * WARPGROUPS) / 8 * 8;
+constexpr int PRODUCER_REGISTERS = USE_TMA ? 56 : 88;
+constexpr int SCORE_REGISTERS = WARPGROUPS == 3 ? 88 : 104;
+constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS - SCORE_REGISTERS * SCORE_WARPGROUPS * 128) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 
-MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 80 + 32 * HEADS : 24 + 16 * HEADS) <= CONSUMER_REGISTERS,
+MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 80 : 40 + 32 * HEADS) <= CONSUMER_REGISTERS,
                "the states of a warpgroup, and what the products need beside them, must stay in registers");
 
 __device__ __forceinline__ int first_head(const Segment& s) { return s.group * HEADS_PER_GROUP + s.block * HEADS_BLOCK; }
@@ -51,9 +58,8 @@ struct Barriers {
   __device__ __forceinline__ void init() const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < STAGES; ++s) {
-        mbarrier_init(full(s), USE_TMA ? 1 + PRODUCER_THREADS           // the copies, and each thread's vectors
-                                       : 2 * PRODUCER_THREADS);  // each thread: its cp.async, and its vectors
-        mbarrier_init(empty(s), 128 * WARPGROUPS);
+        mbarrier_init(full(s), (USE_TMA ? 1 : PRODUCER_THREADS) + PRODUCER_THREADS / 32);  // the copies, and each warp's vectors
+        mbarrier_init(empty(s), 4 * (WARPGROUPS + SCORE_WARPGROUPS));
       }
       fence_mbarrier_init();
     }
@@ -63,14 +69,17 @@ struct Barriers {
 // Copies one chunk's boxes with the tensor memory accelerator; one thread.
 template <bool COPY_C>
 __device__ __forceinline__ void copy_stage_tma(const TensorMaps& maps, const Segment& s, int token, unsigned stage, unsigned full) {
-  mbarrier_arrive_expect_tx(full, VECTORS_OFFSET - (COPY_C ? 0 : C_BYTES));
+  mbarrier_arrive_expect_tx(full, VECTORS_OFFSET - (COPY_C ? 0 : C_BYTES + Z_BYTES));
 #pragma unroll
   for (int box = 0; box < DSTATE_BOXES; ++box) {
     tma_load_4d(stage + B_OFFSET + box * BOX_BYTES, &maps.b, box * 64, s.group, token, static_cast<int>(s.row), full);
     if (COPY_C) tma_load_4d(stage + box * BOX_BYTES, &maps.c, box * 64, s.group, token, static_cast<int>(s.row), full);
   }
 #pragma unroll
-  for (int h = 0; h < HEADS_BLOCK; ++h) tma_load_4d(stage + X_OFFSET + h * BOX_BYTES, &maps.x, 0, first_head(s) + h, token, static_cast<int>(s.row), full);
+  for (int h = 0; h < HEADS_BLOCK; ++h) {
+    tma_load_4d(stage + X_OFFSET + h * BOX_BYTES, &maps.x, 0, first_head(s) + h, token, static_cast<int>(s.row), full);
+    if (WITH_Z && COPY_C) tma_load_4d(stage + Z_OFFSET + h * BOX_BYTES, &maps.z, 0, first_head(s) + h, token, static_cast<int>(s.row), full);
+  }
 }
 
 // Copies one chunk's boxes with cp.async; the whole producer warpgroup, each thread one 16-byte unit of every sixteenth row.
@@ -78,42 +87,52 @@ struct CpAsyncCopier {
   const X* b;
   const X* c;
   const X* x;
+  const X* z;
   int row, column;
 
-  __device__ __forceinline__ CpAsyncCopier(const ForwardArgs& args, const Segment& s) : row(threadIdx.x / 8), column(threadIdx.x % 8 * 8) {
-    const int64 token = s.first + row;
+  __device__ __forceinline__ CpAsyncCopier(const ForwardArgs& args, const Segment& s, int first_token) : row(threadIdx.x / 8), column(threadIdx.x % 8 * 8) {
+    const int64 token = s.first + first_token + row;
     b = static_cast<const X*>(args.B) + s.row * args.b_strides.batch + token * args.b_strides.token + s.group * args.b_strides.head + column;
     c = static_cast<const X*>(args.C) + s.row * args.c_strides.batch + token * args.c_strides.token + s.group * args.c_strides.head + column;
     x = static_cast<const X*>(args.x) + s.row * args.x_strides.batch + token * args.x_strides.token + first_head(s) * args.x_strides.head + column;
+    if constexpr (WITH_Z) z = static_cast<const X*>(args.z) + s.row * args.z_strides.batch + token * args.z_strides.token + first_head(s) * args.z_strides.head + column;
   }
 
-  template <bool COPY_C>
-  __device__ __forceinline__ void copy_stage(const ForwardArgs& args, const Segment& s, int chunk, unsigned char* stage) {
+  template <bool COPY_C, int STEP>
+  __device__ __forceinline__ void copy_stage(const ForwardArgs& args, const Segment& s, int token, unsigned char* stage) {
     unsigned char* to = stage + swizzled(row, threadIdx.x % 8);
-    const int rows_left = s.tokens - chunk * CHUNK - row;
+    const int rows_left = s.tokens - token - row;
 #pragma unroll 1
     for (int box = 0; box < DSTATE_BOXES; ++box) {
       copy_box_async(to + B_OFFSET + box * BOX_BYTES, b + box * 64, args.b_strides.token, rows_left, DSTATE - box * 64 - column);
       if (COPY_C) copy_box_async(to + box * BOX_BYTES, c + box * 64, args.c_strides.token, rows_left, DSTATE - box * 64 - column);
     }
 #pragma unroll 1
-    for (int h = 0; h < HEADS_BLOCK; ++h)
-      copy_box_async(to + X_OFFSET + h * BOX_BYTES, x + h * args.x_strides.head, args.x_strides.token, first_head(s) + h < end_head(s) ? rows_left : 0, HEADDIM - column);
-    b += CHUNK * args.b_strides.token;
-    if (COPY_C) c += CHUNK * args.c_strides.token;
-    x += CHUNK * args.x_strides.token;
+    for (int h = 0; h < HEADS_BLOCK; ++h) {
+      const int rows = first_head(s) + h < end_head(s) ? rows_left : 0;
+      copy_box_async(to + X_OFFSET + h * BOX_BYTES, x + h * args.x_strides.head, args.x_strides.token, rows, HEADDIM - column);
+      if constexpr (WITH_Z && COPY_C) copy_box_async(to + Z_OFFSET + h * BOX_BYTES, z + h * args.z_strides.head, args.z_strides.token, rows, HEADDIM - column);
+    }
+    b += STEP * args.b_strides.token;
+    if (COPY_C) c += STEP * args.c_strides.token;
+    x += STEP * args.x_strides.token;
+    if constexpr (WITH_Z && COPY_C) z += STEP * args.z_strides.token;
   }
 };
 
-// Warpgroup 0: fills the ring, from `at`, for every chunk of the segment. Warp w makes the vectors of the heads w, w + 4, ...
-template <bool COPY_C>
+// Warpgroup 0: fills the ring, from `at`, for every chunk of the segment, the last first if BACKWARD; then w decays to the segment's end.
+// Warp w makes the vectors of the heads w, w + 4, ...
+template <bool COPY_C, bool BACKWARD>
 __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers,
                                         RingPosition<STAGES>& at) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int HEADS_WARP = (HEADS_BLOCK + 3) / 4;
   // Raw dt is loaded this many chunks before its use: a chunk is shorter than the latency of device memory.
   constexpr int DT_AHEAD = USE_TMA && HEADS_WARP == 1 ? 4 : 2;
-  float raw[DT_AHEAD][HEADS_WARP][2], a[HEADS_WARP], bias[HEADS_WARP];
+  constexpr int STEP = BACKWARD ? -CHUNK : CHUNK;
+  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
+  const int first_token = BACKWARD ? (chunks - 1) * CHUNK : 0;  // of the first chunk to be copied
+  float raw[DT_AHEAD][HEADS_WARP][2], a[HEADS_WARP], bias[HEADS_WARP], after[HEADS_WARP];
   bool valid[HEADS_WARP];
 #pragma unroll
   for (int i = 0; i < HEADS_WARP; ++i) {
@@ -121,44 +140,47 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
     valid[i] = warp + i * 4 < HEADS_BLOCK && head < end_head(s);
     a[i] = valid[i] ? args.A[head] * LOG2_E : 0.f;
     bias[i] = HAS_DT_BIAS && valid[i] ? args.dt_bias[head] : 0.f;
+    after[i] = 0.f;
   }
   const Element<DT_DTYPE>* dt_next = static_cast<const Element<DT_DTYPE>*>(args.dt) + s.row * args.dt_strides.batch +
-                                     (s.first + 2 * lane) * args.dt_strides.token + (first_head(s) + warp) * args.dt_strides.head;
-  int dt_tokens_left = s.tokens - 2 * lane;
+                                     (s.first + first_token + 2 * lane) * args.dt_strides.token + (first_head(s) + warp) * args.dt_strides.head;
+  int dt_token = first_token + 2 * lane;
   const auto load_dt = [&](float (&to)[HEADS_WARP][2]) {  // of the chunk after the last call's
 #pragma unroll
     for (int i = 0; i < HEADS_WARP; ++i)
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        to[i][e] = valid[i] && e < dt_tokens_left ? to_float(dt_next[e * args.dt_strides.token + i * 4 * args.dt_strides.head]) : 0.f;
-    dt_next += CHUNK * args.dt_strides.token;
-    dt_tokens_left -= CHUNK;
+        to[i][e] = valid[i] && dt_token >= 0 && e < s.tokens - dt_token ? to_float(dt_next[e * args.dt_strides.token + i * 4 * args.dt_strides.head]) : 0.f;
+    dt_next += STEP * args.dt_strides.token;
+    dt_token += STEP;
   };
 #pragma unroll
   for (int i = 0; i < DT_AHEAD; ++i) load_dt(raw[i]);
 
-  CpAsyncCopier copier(args, s);
-  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
+  CpAsyncCopier copier(args, s, first_token);
+  int token = first_token;
   for (int chunk0 = 0; chunk0 < chunks; chunk0 += DT_AHEAD) {
 #pragma unroll
     for (int ahead = 0; ahead < DT_AHEAD; ++ahead) {
-      const int chunk = chunk0 + ahead;
-      if (chunk >= chunks) break;
+      if (chunk0 + ahead >= chunks) break;
       wait_barrier(barriers.empty(at.stage), at.parity ^ 1);
       unsigned char* stage = ring + at.stage * STAGE_BYTES;
       if constexpr (USE_TMA) {
-        if (threadIdx.x == 0) copy_stage_tma<COPY_C>(maps, s, static_cast<int>(s.first) + chunk * CHUNK, smem_address(stage), barriers.full(at.stage));
+        if (threadIdx.x == 0) copy_stage_tma<COPY_C>(maps, s, static_cast<int>(s.first) + token, smem_address(stage), barriers.full(at.stage));
       } else {
-        copier.copy_stage<COPY_C>(args, s, chunk, stage);
+        copier.copy_stage<COPY_C, STEP>(args, s, token, stage);
         cp_async_mbarrier_arrive_noinc(barriers.full(at.stage));
       }
 #pragma unroll
       for (int i = 0; i < HEADS_WARP; ++i)
-        if (warp + i * 4 < HEADS_BLOCK)
-          make_vectors(args, raw[ahead][i], a[i], bias[i], valid[i] ? s.tokens - chunk * CHUNK - 2 * lane : 0,
-                       reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + (warp + i * 4) * (3 * CHUNK / 2) + lane);
-      mbarrier_arrive(barriers.full(at.stage));
+        if (warp + i * 4 < HEADS_BLOCK) {
+          const float whole = make_vectors(args, raw[ahead][i], a[i], bias[i], valid[i] ? s.tokens - token - 2 * lane : 0, after[i],
+                                           reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + (warp + i * 4) * (3 * CHUNK / 2) + lane);
+          if constexpr (BACKWARD) after[i] += whole;
+        }
+      arrive_warp(barriers.full(at.stage));
       at.advance();
+      token += STEP;
       load_dt(raw[ahead]);
     }
   }
@@ -188,41 +210,6 @@ __device__ __forceinline__ void start_state_update(float (&state)[STATE_REGISTER
   const WgmmaDescriptor<128> b(smem_address(b_boxes), BOX_BYTES);
 #pragma unroll
   for (int k = 0; k < 4; ++k) multiply_registers(state, a[k], b.at(k * 16 * 128));
-}
-
-// The consumer's part: the states at the segment's end from those at its start, and the whole decay, log2 units. The ring is read from
-// `at`; with `release` unset the stages stay full.
-__device__ __forceinline__ void accumulate_segment(const Segment& s, const unsigned char* ring, const Barriers& barriers, int consumer,
-                                                   RingPosition<STAGES>& at, bool release, float (&state)[HEADS][STATE_REGISTERS],
-                                                   float (&total)[HEADS]) {
-#pragma unroll
-  for (int h = 0; h < HEADS; ++h) total[h] = 0.f;
-  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-  for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
-    wait_barrier(barriers.full(at.stage), at.parity);
-    if constexpr (!USE_TMA) fence_proxy_async();
-    const unsigned char* stage = ring + at.stage * STAGE_BYTES;
-    FragmentA<X> a[HEADS][4];
-#pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
-      const Vectors v = vectors_of(stage, consumer * HEADS + h);
-      load_weighted_x(a[h], stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES, v.w());
-      const float g_last = v.g[CHUNK - 1];
-      total[h] += g_last;
-      const float decay = ex2_approx(fminf(g_last, 0.f));
-#pragma unroll
-      for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] *= decay;
-    }
-    wgmma_fence();
-#pragma unroll
-    for (int h = 0; h < HEADS; ++h) start_state_update(state[h], a[h], stage + B_OFFSET);
-    wgmma_commit_group();
-    wgmma_wait_group<0>();
-    if (release) {
-      if constexpr (USE_TMA) fence_proxy_async();  // the next copies come through another proxy than these reads
-      mbarrier_arrive(barriers.empty(at.stage));
-    }
-  }
 }
 
 // headdim and dstate of accumulator element i of this thread.

@@ -16,6 +16,8 @@
 // that nothing stored depends on; NaN beyond a sequence cannot enter.
 #pragma once
 
+constexpr int SCORE_WARPGROUPS = 0;
+
 #include "common/sm90_chunk.cuh"
 #include "ptx/special.cuh"
 
@@ -204,7 +206,7 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
         copy_x_async(args, s, chunk, smem, barriers, x_at.stage);
       }
       if (warp < VECTOR_SETS)
-        make_vectors(args, raw[ahead], a, bias, unit.valid ? s.tokens - chunk * CHUNK - 2 * lane : 0,
+        make_vectors(args, raw[ahead], a, bias, unit.valid ? s.tokens - chunk * CHUNK - 2 * lane : 0, 0.f,
                      reinterpret_cast<float2*>(vectors_at(smem, x_at.stage, warp)) + lane);
       mbarrier_arrive(barriers.x_full(x_at.stage));  // before waiting for boxes: consumers prepare x and H meanwhile
       if constexpr (USE_TMA) {

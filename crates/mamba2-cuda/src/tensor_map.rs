@@ -36,10 +36,11 @@ pub(crate) struct TensorMaps {
     pub x: TensorMap,
     pub b: TensorMap,
     pub c: TensorMap,
+    pub z: TensorMap,
 }
 
 impl TensorMaps {
-    /// The maps of a kernel whose boxes of x are `x_columns` wide.
+    /// The maps of a kernel whose boxes of x and z are `x_columns` wide.
     ///
     /// # Errors
     /// As [`TensorMap::of`].
@@ -51,6 +52,10 @@ impl TensorMaps {
             x: TensorMap::of(&inputs.x, x_columns)?,
             b: TensorMap::of(&inputs.b, BOX_DSTATE)?,
             c: TensorMap::of(&inputs.c, BOX_DSTATE)?,
+            z: match &inputs.z {
+                Some(z) => TensorMap::of(z, x_columns)?,
+                None => TensorMap::default(),
+            },
         })
     }
 }

@@ -119,6 +119,7 @@ int main(int, char** arguments) {
   maps.x = map_of(args.x, args.x_strides, args.nheads, static_cast<int>(number("axes", 3)), static_cast<int>(number("x_columns")));
   maps.b = map_of(args.B, args.b_strides, groups, dstate, 64);
   maps.c = map_of(args.C, args.c_strides, groups, dstate, 64);
+  maps.z = HAS_Z ? map_of(args.z, args.z_strides, args.nheads, static_cast<int>(number("axes", 3)), static_cast<int>(number("x_columns"))) : TensorMap{};
   const auto kernel = [&] { KERNEL(args, maps); };
 #else
   const auto kernel = [&] { KERNEL(args); };

@@ -181,14 +181,17 @@ impl Sm90Launch {
         let with_c = self.kernel != Kernel::Sm90SegmentState;
         let boxes = problem.dstate.div_ceil(64);
         let heads = (self.heads * self.warpgroups) as usize;
-        let tiles = (boxes * if with_c { 2 } else { 1 } + heads) * SM90_BOX_BYTES;
+        let x_and_z = heads * if with_c && problem.z { 2 } else { 1 };
+        let tiles = (boxes * if with_c { 2 } else { 1 } + x_and_z) * SM90_BOX_BYTES;
         let vectors = (heads * 3 * SM90_CHUNK * 4).next_multiple_of(1024);
-        let states = if with_c {
-            self.warpgroups as usize * boxes * SM90_BOX_BYTES
-        } else {
-            0
+        // Of each consumer: H, or in a cluster the exchanged state, and two tiles of S.
+        let own = match self.kernel {
+            Kernel::Sm90SegmentState => 0,
+            Kernel::Sm90ClusterForward => 2 * boxes + 2,
+            _ => boxes + 2,
         };
-        1024 + self.stages as usize * (tiles + vectors) + states
+        1024 + self.stages as usize * (tiles + vectors)
+            + self.warpgroups as usize * own * SM90_BOX_BYTES
     }
 
     /// Blocks that share the heads of one segment.
@@ -203,9 +206,15 @@ impl Sm90Launch {
             self.kernel,
             items,
             items,
-            128 * (self.warpgroups + 1),
+            self.threads(),
             self.smem_bytes(problem),
         )
+    }
+
+    /// A producer, the consumers and, for C B^T, one more warpgroup.
+    fn threads(&self) -> u32 {
+        let scores = u32::from(self.kernel != Kernel::Sm90SegmentState);
+        128 * (self.warpgroups + 1 + scores)
     }
 }
 
@@ -217,15 +226,14 @@ fn cluster_forward_launch(c: &Sm90ClusterForward, problem: &Problem) -> KernelLa
         warpgroups: c.warpgroups,
         stages: c.stages,
     };
-    let exchanged_states = c.warpgroups as usize * 64 * problem.dstate.next_multiple_of(64) * 4;
     let clusters = (problem.sequences() * forward.head_blocks(problem)) as u64;
     let blocks = clusters * u64::from(c.cluster);
     launch(
         Kernel::Sm90ClusterForward,
         blocks,
         blocks,
-        128 * (c.warpgroups + 1),
-        forward.smem_bytes(problem) + exchanged_states,
+        forward.threads(),
+        forward.smem_bytes(problem),
     )
 }
 

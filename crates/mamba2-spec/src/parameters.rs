@@ -322,10 +322,10 @@ parameter_table! {
     Sm90FusedForward for Sm90FusedForward {
         /// Tokens of a sequence that one block takes; 0: the whole sequence.
         segment: SEGMENT = 1024 in [0, 128, 256, 512, 1024, 2048, 4096, 8192] unit "tokens";
-        /// Heads per consumer warpgroup; they share one C B^T.
+        /// Heads per consumer warpgroup.
         heads: HEADS = 1 in [1, 2] unit "heads";
-        /// Consumer warpgroups per block; they share the B and C tiles.
-        warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
+        /// Consumer warpgroups per block; they share the B and C tiles and one C B^T.
+        warpgroups: WARPGROUPS = 2 in [1, 2, 3] unit "warpgroups";
         /// 64-token chunks in flight.
         stages: STAGES = 2 in [2, 3, 4] unit "chunks";
     }

@@ -438,7 +438,6 @@ fn check_sm90(
 ) -> Result<(), SpecError> {
     check_sm90_problem(config, problem, device)?;
     let with_c = config.kernel() != Kernel::Sm90SegmentState;
-    let two_passes = config.kernel() == Kernel::Sm90ClusterForward;
     let padded = problem.dstate.next_multiple_of(64) as u32;
     require(
         config,
@@ -447,18 +446,8 @@ fn check_sm90(
         || format!("headdim {}, dstate {}", problem.headdim, problem.dstate),
     )?;
     let states = heads * padded / 2;
-    let need = states
-        + if with_c {
-            80 + 32 * heads
-        } else {
-            24 + 16 * heads
-        };
-    let producer = match (problem.packed.is_some(), two_passes) {
-        (false, _) => 56,
-        (true, false) => 72,
-        (true, true) => 88,
-    };
-    let room = sm90_consumer_registers(warpgroups, states, problem.packed.is_some(), producer);
+    let need = states + if with_c { 80 } else { 40 + 32 * heads };
+    let room = sm90_consumer_registers(with_c, warpgroups, states, problem.packed.is_some());
     require(config, "P03", need <= room, || {
         format!("{need} registers a thread wanted, {room} available")
     })?;
@@ -472,16 +461,22 @@ fn check_sm90(
     )
 }
 
-/// Registers of a consumer thread after the producer gave away its own; common/sm90_pipeline.cuh computes the same.
-fn sm90_consumer_registers(warpgroups: u32, states: u32, packed: bool, producer: u32) -> u32 {
-    let threads = 128 * (warpgroups + 1);
-    let blocks = if warpgroups == 1 && states <= 64 && !packed {
+/// Registers of a consumer thread after the others gave away theirs; common/sm90_pipeline.cuh computes the same.
+fn sm90_consumer_registers(with_c: bool, warpgroups: u32, states: u32, packed: bool) -> u32 {
+    let warpgroups_in_all = warpgroups + if with_c { 2 } else { 1 };
+    let blocks = if !with_c && warpgroups == 1 && states <= 64 && !packed {
         2
     } else {
         1
     };
-    let launch = (65536 / (blocks * threads) / 8 * 8).min(248);
-    ((launch * threads - producer * 128) / (128 * warpgroups) / 8 * 8).min(240)
+    let launch = (65536 / (blocks * 128 * warpgroups_in_all) / 8 * 8).min(248);
+    let producer = if packed { 88 } else { 56 };
+    let scores = match (with_c, warpgroups) {
+        (false, _) => 0,
+        (true, 3) => 88,
+        (true, _) => 104,
+    };
+    ((launch * warpgroups_in_all - producer - scores) / warpgroups / 8 * 8).min(240)
 }
 
 fn check_sm90_swap(

@@ -54,7 +54,7 @@ impl Kernel {
         self.x_box_columns().is_some()
     }
 
-    /// For kernels that take tensor maps of x, B and C beside their arguments: headdim elements of a box of x, whose rows are
+    /// For kernels that take tensor maps of x, B, C and z beside their arguments: headdim elements of a box of x or z, whose rows are
     /// swizzled as a whole. Boxes of B and C are 64 elements of dstate.
     pub const fn x_box_columns(self) -> Option<u32> {
         match self {
