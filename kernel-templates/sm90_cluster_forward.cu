@@ -8,7 +8,7 @@
 // Grid   CLUSTER blocks per (sequence, HEADS_BLOCK heads)
 // Block  a producer warpgroup, WARPGROUPS consumers of one head each, a score warpgroup
 // Shared barriers and totals, then the ring (common/sm90_pipeline.cuh), then per consumer the exchanged state [STATE_REGISTERS / 4][128]
-//        float4, a thread's registers four by four, and in its place later H [DSTATE_BOXES boxes]; then S [WARPGROUPS][SCORE_SLOTS boxes]
+//        float4, a thread's registers four by four; then S [WARPGROUPS][SCORE_SLOTS boxes]
 // Tail   as in common/sm90_pipeline.cuh; blocks past a short sequence have no tokens and still take part in the exchange
 // Source Dao and Gu 2024, section 6, all steps in one launch
 #include "mamba2_config.cuh"
@@ -23,7 +23,6 @@ constexpr int HEADS = 1;    // a warpgroup; two spill
 constexpr int STATE_BYTES = STATE_REGISTERS * 128 * 4;  // of one head
 constexpr int EXCHANGE_OFFSET = BARRIERS_BYTES + STAGES * STAGE_BYTES;
 constexpr int SCORES_OFFSET = EXCHANGE_OFFSET + WARPGROUPS * STATE_BYTES;
-static_assert(H_BYTES <= STATE_BYTES);
 static_assert(SCORES_OFFSET + SCORES_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
 constexpr int CLUSTER_BARRIERS_OFFSET = 512;  // behind the ring's barriers
@@ -69,11 +68,11 @@ __device__ __forceinline__ void accumulate_segment(const Segment& s, const unsig
   const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
   for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
     wait_barrier(barriers.full(at.stage), at.parity);
-    if constexpr (!USE_TMA) fence_proxy_async();
     const unsigned char* stage = ring + at.stage * STAGE_BYTES;
     const Vectors v = vectors_of(stage, consumer);
     FragmentA<X> a[4];
-    load_weighted_x(a, stage + X_OFFSET + consumer * BOX_BYTES, v.w());
+    load_transposed(a, stage + X_OFFSET + consumer * BOX_BYTES);
+      weigh(a, a, v.w());
     total += v.g[CHUNK - 1];
     scale_state(state, v);
     wgmma_fence();
@@ -81,7 +80,7 @@ __device__ __forceinline__ void accumulate_segment(const Segment& s, const unsig
     wgmma_commit_group();
     wgmma_wait_group<0>();
     if (release) {
-      if constexpr (USE_TMA) fence_proxy_async();  // the next copies come through another proxy than these reads
+      fence_proxy_async();  // the next copies come through another proxy than these reads
       arrive_warp(barriers.empty(at.stage));
     }
   }
@@ -147,8 +146,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) __cluster_d
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     RingPosition<STAGES> at;
-    if (adds && !resident) produce<false, false>(args, maps, s, ring, barriers, at);
-    produce<true, false>(args, maps, s, ring, barriers, at);
+    RingPosition<1> tail;
+    if (adds && !resident) produce<false, false>(args, maps, s, ring, barriers, at, tail);
+    produce<true, false>(args, maps, s, ring, barriers, at, tail);
   } else if (threadIdx.x >= PRODUCER_THREADS + 128 * WARPGROUPS) {
     setmaxnreg_dec<SCORE_REGISTERS>();
     RingPosition<STAGES> at;
@@ -157,8 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) __cluster_d
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
-    unsigned char* own = smem + EXCHANGE_OFFSET + consumer * STATE_BYTES;
-    float4* exchanged = reinterpret_cast<float4*>(own) + threadIdx.x % 128;
+    float4* exchanged = reinterpret_cast<float4*>(smem + EXCHANGE_OFFSET + consumer * STATE_BYTES) + threadIdx.x % 128;
     const int head = first_head(s) + consumer;
     float state[HEADS][STATE_REGISTERS];
     RingPosition<STAGES> at;
@@ -190,9 +189,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) __cluster_d
         state[0][i + 3] = v.w;
       }
     }
-    bar_sync(consumer + 1, 128);  // H may take the place of the exchanged state
     if (resident) at = {};
-    forward_segment(args, s, ring, own, smem + SCORES_OFFSET, barriers, score_barriers, consumer, at, state);
+    forward_segment(args, s, ring, smem + SCORES_OFFSET, barriers, score_barriers, consumer, at, state);
     if (s.last) store_final_state(args, s, head, state[0]);
   }
 }

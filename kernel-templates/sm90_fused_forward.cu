@@ -3,13 +3,12 @@
 //   H[p, n]  = exp2(G_last) H[p, n] + sum_l w[l] x[l, p] B[l, n]
 // States never touch device memory but at segment boundaries. C B^T is made once for all heads of a block.
 //
-// Products of a warpgroup (M = 64): C B^T (shared x shared), C H^T (shared x shared, H rounded to X_DTYPE), S x (shared x shared),
-// (w x)^T B (registers x shared); x and B are used raw.
+// Products (M = 64) of the score warpgroup: C B^T, both in shared memory. Of a consumer, which makes Y^T: H C^T, x^T S^T, (w x)^T B; the
+// left ones in registers, where H is already, so that shared memory carries one operand of each.
 //
 // Grid   one block per (sequence, segment, HEADS_BLOCK heads)
 // Block  a producer warpgroup, WARPGROUPS consumers of HEADS heads each, a score warpgroup
-// Shared barriers, then the ring (common/sm90_pipeline.cuh), then per consumer H [DSTATE_BOXES boxes of 64 headdim rows x 64], then S
-//        [WARPGROUPS][SCORE_SLOTS boxes]
+// Shared barriers, then the ring (common/sm90_pipeline.cuh), then S [WARPGROUPS][SCORE_SLOTS boxes]
 // Tail   as in common/sm90_pipeline.cuh; rows past the segment are not stored
 // Source Dao and Gu 2024, section 6, all steps in one pass
 #include "mamba2_config.cuh"
@@ -18,7 +17,7 @@ constexpr bool WITH_C = true;
 
 #include "common/sm90_forward.cuh"
 
-static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + WARPGROUPS * H_BYTES + SCORES_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + SCORES_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
 __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
   if (s.index == 0) return load_initial_state(args, s, head, state);
@@ -37,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char* ring = smem + BARRIERS_BYTES;
-  unsigned char* tiles = ring + STAGES * STAGE_BYTES + WARPGROUPS * H_BYTES;
+  unsigned char* tiles = ring + STAGES * STAGE_BYTES;
   const Barriers barriers{smem_address(smem)};
   const ScoreBarriers score_barriers{smem_address(smem) + SCORE_BARRIERS_OFFSET};
   const Segment s = locate_segment<HEAD_BLOCKS_PER_GROUP>(args, blockIdx.x);
@@ -49,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     RingPosition<STAGES> at;
-    produce<WITH_C, false>(args, maps, s, ring, barriers, at);
+    RingPosition<1> tail;
+    produce<WITH_C, false>(args, maps, s, ring, barriers, at, tail);
   } else if (threadIdx.x >= PRODUCER_THREADS + 128 * WARPGROUPS) {
     setmaxnreg_dec<SCORE_REGISTERS>();
     RingPosition<STAGES> at;
@@ -57,13 +57,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
-    unsigned char* h_boxes = ring + STAGES * STAGE_BYTES + consumer * H_BYTES;
     float state[HEADS][STATE_REGISTERS];
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) load_start_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
 
     RingPosition<STAGES> at;
-    forward_segment(args, s, ring, h_boxes, tiles, barriers, score_barriers, consumer, at, state);
+    forward_segment(args, s, ring, tiles, barriers, score_barriers, consumer, at, state);
     if (s.last) {
 #pragma unroll
       for (int h = 0; h < HEADS; ++h) store_final_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);

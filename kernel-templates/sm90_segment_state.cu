@@ -24,12 +24,12 @@ __device__ __forceinline__ void sum_segment(const Segment& s, const unsigned cha
   unsigned behind = 0;  // barrier of the chunk whose products may still run
   const auto add_chunk = [&](FragmentA<X> (&a)[HEADS][4]) {
     wait_barrier(barriers.full(at.stage), at.parity);
-    if constexpr (!USE_TMA) fence_proxy_async();
     const unsigned char* stage = ring + at.stage * STAGE_BYTES;
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
       const Vectors v = vectors_of(stage, consumer * HEADS + h);
-      load_weighted_x(a[h], stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES, v.w());
+      load_transposed(a[h], stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES);
+      weigh(a[h], a[h], v.w());
       total[h] += v.g[CHUNK - 1];
     }
     wgmma_fence();
@@ -37,7 +37,7 @@ __device__ __forceinline__ void sum_segment(const Segment& s, const unsigned cha
     for (int h = 0; h < HEADS; ++h) start_state_update(state[h], a[h], stage + B_OFFSET);
     wgmma_commit_group();
     wgmma_wait_group<1>();
-    if constexpr (USE_TMA) fence_proxy_async();  // the next copies come through another proxy than these reads
+    fence_proxy_async();  // the next copies come through another proxy than these reads
     if (behind) arrive_warp(behind);
     behind = barriers.empty(at.stage);
     at.advance();
@@ -64,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     RingPosition<STAGES> at;
-    produce<WITH_C, true>(args, maps, s, ring, barriers, at);
+    RingPosition<1> tail;
+    produce<WITH_C, true>(args, maps, s, ring, barriers, at, tail);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform

@@ -245,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_f
       const float rise[2] = {ex2_approx(fminf(v.g[row], 0.f)), ex2_approx(fminf(v.g[row + 8], 0.f))};
       wgmma_wait_group<1>();  // C B^T
       FragmentA<X> decayed[SCORE_STEPS];
-      decay_scores<!TIGHT>(decayed, scores, v, thread_index(), first_step);
+      decay_scores<!TIGHT>(scores, v, thread_index(), first_step, [&](int k, const FragmentA<X>& a) { decayed[k] = a; });
       if constexpr (SHARE) {
         store_scores(smem_address(smem) + SCORES_OFFSET, decayed, first_step);
         fence_proxy_async();
@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_f
         for (int k = 0; k < 4; ++k) multiply_tiles<0, 1>(y, all.at(k * 32), x_rows.at(k * 1024), 1);
       } else {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) multiply_registers(y, decayed[k], x_rows.at(k * 1024));
+        for (int k = 0; k < 4; ++k) multiply_registers<1>(y, decayed[k], x_rows.at(k * 1024), 1);
       }
       wgmma_commit_group();
 #pragma unroll

@@ -1,8 +1,11 @@
 // What the Hopper strategies share: segments and their work items, the vectors of a chunk, rings, and the decay of C B^T.
 //
-// A chunk is 64 tokens, so that every product has M = 64. Its vectors, for one head, are
-//   g, gd, w  [3][64]   G in log2 units; G - log2(dt), so that exp2(G_i - gd_j) = exp2(G_i - G_j) dt_j; w = dt exp2(G_last - G)
-//             as float32 for f16, as two bf16 numbers high + low for bf16: x * low, then x * high + that, rounds once
+// A chunk is 64 tokens, so that every product has M = 64. Its vectors, for one head, are [5][64]
+//   g     G in log2 units
+//   gd    G - log2(dt), so that exp2(G_i - gd_j) = exp2(G_i - G_j) dt_j
+//   w     dt exp2(G_last - G) as float32 for f16, as two bf16 numbers high + low for bf16: x * low, then x * high + that, rounds once
+//   rise  exp2(G)
+//   fall  exp2(G_e - G) dt, e the last of the token's 16: for i past them exp2(G_i - G_j) dt_j = exp2(G_i - G_e) fall_j, both factors small
 #pragma once
 
 #include "common/args.cuh"
@@ -19,7 +22,8 @@ constexpr int CHUNK = 64;
 constexpr int DSTATE_BOXES = (DSTATE + 63) / 64;
 constexpr int DSTATE_PADDED = DSTATE_BOXES * 64;
 constexpr int BOX_BYTES = 64 * 128;  // 64 rows x 64 elements, 128-byte swizzle
-constexpr int VECTORS_BYTES = 3 * CHUNK * 4;
+constexpr int VECTORS = 5;
+constexpr int VECTORS_BYTES = VECTORS * CHUNK * 4;
 constexpr int PRODUCER_THREADS = 128;
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -28,8 +32,6 @@ MAMBA2_REQUIRE(P04, ALIGNED == 1, "16-byte copies");
 MAMBA2_REQUIRE(P05, SEGMENT % CHUNK == 0, "a segment is whole chunks");
 static_assert(THREADS == PRODUCER_THREADS + 128 * (WARPGROUPS + SCORE_WARPGROUPS), "launch.rs gives one producer warpgroup");
 
-// Boxes are copied by the tensor memory accelerator. Packed sequences end inside the tensor, where only cp.async can stop reading.
-constexpr bool USE_TMA = !PACKED;
 struct TensorMaps {
   TensorMap x, b, c, z;
 };
@@ -169,7 +171,11 @@ __device__ __forceinline__ float make_vectors(const ForwardArgs& args, const flo
   if (lane == 0) before = 0;
   const float2 g = make_float2(from_fixed(before + g0), from_fixed(before + g1));
   to[0] = g;
-  to[CHUNK / 2] = make_float2(g.x - lg2_approx(dt[0]), g.y - lg2_approx(dt[1]));  // dt = 0: +inf, its weight exp2(-inf) = 0
+  const float2 gd = make_float2(g.x - lg2_approx(dt[0]), g.y - lg2_approx(dt[1]));  // dt = 0: +inf, its weight exp2(-inf) = 0
+  to[CHUNK / 2] = gd;
+  to[3 * CHUNK / 2] = make_float2(ex2_approx(fminf(g.x, 0.f)), ex2_approx(fminf(g.y, 0.f)));
+  const float end = __shfl_sync(0xffffffffu, g.y, lane | 7);
+  to[4 * CHUNK / 2] = make_float2(ex2_approx(end - gd.x), ex2_approx(end - gd.y));
   const float last = __shfl_sync(0xffffffffu, g.y, 31);
   const float w0 = dt[0] * ex2_approx(fminf(last - g.x, 0.f) + after), w1 = dt[1] * ex2_approx(fminf(last - g.y, 0.f) + after);
   if constexpr (X_DTYPE == 0) {
@@ -186,6 +192,8 @@ struct Vectors {
   const float* g;
   __device__ __forceinline__ const float* gd() const { return g + CHUNK; }
   __device__ __forceinline__ const float* w() const { return g + 2 * CHUNK; }
+  __device__ __forceinline__ const float* rise() const { return g + 3 * CHUNK; }
+  __device__ __forceinline__ const float* fall() const { return g + 4 * CHUNK; }
 };
 
 // ---- products ----
@@ -200,54 +208,67 @@ __device__ __forceinline__ void multiply_tiles(float (&d)[COUNT], unsigned long 
   }
 }
 
-// D += A B, A in registers, B a [K][N] tile.
-template <int COUNT>
-__device__ __forceinline__ void multiply_registers(float (&d)[COUNT], const FragmentA<X>& a, unsigned long long b) {
+// D (+)= A B, A in registers, B a tile: [K][N] with TRANSPOSE_B, else [N][K].
+template <int TRANSPOSE_B, int COUNT>
+__device__ __forceinline__ void multiply_registers(float (&d)[COUNT], const FragmentA<X>& a, unsigned long long b, int accumulate) {
   const unsigned r[4] = {a.pair[0].bits, a.pair[1].bits, a.pair[2].bits, a.pair[3].bits};
   if constexpr (X_DTYPE == 0) {
-    wgmma_bf16_rs<1>(d, r, b, 1);
+    wgmma_bf16_rs<TRANSPOSE_B>(d, r, b, accumulate);
   } else {
-    wgmma_f16_rs<1>(d, r, b, 1);
+    wgmma_f16_rs<TRANSPOSE_B>(d, r, b, accumulate);
   }
 }
 
-// S = exp2(G_i - G_j) dt_j (C B^T), zero above the diagonal, as operand A: STEPS steps of 16 tokens j, from step `first`. Above the
-// diagonal the exponent may be large and positive: those elements are selected away, not multiplied. LOADS_FIRST hides the latency of
-// shared memory and takes up to twelve more registers.
-template <bool LOADS_FIRST, int STEPS>
-__device__ __forceinline__ void decay_scores(FragmentA<X> (&a)[STEPS], const float (&s)[8 * STEPS], const Vectors& v, int thread, int first) {
+// S = exp2(G_i - G_j) dt_j (C B^T), zero above the diagonal, as operand A, given to store(k, fragment): STEPS steps of 16 tokens j, from step
+// `first`. Below the
+// diagonal's 16 x 16 tiles the exponential is a product of one factor a row and one a column. On them the exponent may be large and
+// positive above the diagonal: those elements are selected away, not multiplied. LOADS_FIRST hides the latency of shared memory and takes
+// some twenty more registers.
+template <bool LOADS_FIRST, int COUNT, typename F>
+__device__ __forceinline__ void decay_scores(const float (&s)[COUNT], const Vectors& v, int thread, int first, F&& store) {
+  constexpr int STEPS = COUNT / 8;
   const int lane = thread % 32, warp = thread / 32 % 4;
   const int row = warp * 16 + lane / 4;
   const float g_row[2] = {v.g[row], v.g[row + 8]};
-  const float* gd_at = v.gd() + first * 16 + lane % 4 * 2;
-  float2 gd[2 * STEPS];
-  const auto load_gd = [&](int t) { gd[t] = *reinterpret_cast<const float2*>(gd_at + t * 8); };
+  float2 of_column[2 * STEPS];
+  float of_row[STEPS][2];
+  const auto load = [&](int k) {
+    const int step = first + k;
+    const float* from = (step < warp ? v.fall() : v.gd()) + step * 16 + lane % 4 * 2;
+    of_column[2 * k] = *reinterpret_cast<const float2*>(from);
+    of_column[2 * k + 1] = *reinterpret_cast<const float2*>(from + 8);
+    const float end = v.g[step * 16 + 15];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) of_row[k][r] = ex2_approx(g_row[r] - end);
+  };
   if constexpr (LOADS_FIRST) {
 #pragma unroll
-    for (int t = 0; t < 2 * STEPS; ++t) load_gd(t);
+    for (int k = 0; k < STEPS; ++k) load(k);
   }
-  // 16 tokens at a time: eight independent exponentials between two branches hide their own latency.
+  // 16 tokens at a time: eight independent elements between two branches hide their own latency.
 #pragma unroll
   for (int k = 0; k < STEPS; ++k) {
+    FragmentA<X> a{};
     if (first + k > warp) {
-      a[k] = {};
+      store(k, a);
       continue;
     }
-    if constexpr (!LOADS_FIRST) {
-      load_gd(2 * k);
-      load_gd(2 * k + 1);
-    }
+    if constexpr (!LOADS_FIRST) load(k);
     float e[8];  // as s[8 k ..]
+    const auto column = [&](int i) { return i % 2 ? of_column[2 * k + i / 4].y : of_column[2 * k + i / 4].x; };
+    if (first + k < warp) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) e[i] = s[8 * k + i] * ex2_approx(g_row[i / 2 % 2] - (i % 2 ? gd[2 * k + i / 4].y : gd[2 * k + i / 4].x));
-    if (first + k == warp) {
+      for (int i = 0; i < 8; ++i) e[i] = s[8 * k + i] * (of_row[k][i / 2 % 2] * column(i));
+    } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int below = lane / 4 + i / 2 % 2 * 8 - (i / 4 * 8 + lane % 4 * 2 + i % 2);
-        e[i] = below >= 0 ? e[i] : 0.f;
+        const float decayed = s[8 * k + i] * ex2_approx(g_row[i / 2 % 2] - column(i));
+        e[i] = below >= 0 ? decayed : 0.f;
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[k].pair[i] = pack<X>(e[2 * i], e[2 * i + 1]);
+    for (int i = 0; i < 4; ++i) a.pair[i] = pack<X>(e[2 * i], e[2 * i + 1]);
+    store(k, a);
   }
 }

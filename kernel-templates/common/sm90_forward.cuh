@@ -7,8 +7,6 @@
 
 #include "common/sm90_pipeline.cuh"
 
-constexpr int H_BYTES = DSTATE_BOXES * BOX_BYTES;
-
 // Tiles of S [64 x 64] that wait for each consumer.
 constexpr int SCORE_SLOTS = 2;
 constexpr int SCORES_BYTES = WARPGROUPS * SCORE_SLOTS * BOX_BYTES;
@@ -43,66 +41,76 @@ __device__ __forceinline__ void start_product_over_dstate(float (&d)[32], const 
   }
 }
 
-// Stores the state, rounded to X_DTYPE, as [headdim][dstate] boxes: operand B of C H^T.
-__device__ __forceinline__ void store_state_tile(unsigned char* boxes, const float (&state)[STATE_REGISTERS]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const unsigned base = smem_address(boxes);
-  const int row = warp * 16 + lane % 16;  // matrices 0, 1: rows 0..7, 8..15 of unit t; 2, 3: the same of unit t + 1
-#pragma unroll
-  for (int t = 0; t < DSTATE_PADDED / 8; t += 2) {
-    const int unit = t + lane / 16;
-    const float* v = state + t * 4;
-    stmatrix_x4(base + unit / 8 * BOX_BYTES + swizzled(row, unit % 8), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits,
-                pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
-  }
-}
-
 __device__ __forceinline__ void scale_state(float (&state)[STATE_REGISTERS], const Vectors& v) {
   const float decay = ex2_approx(fminf(v.g[CHUNK - 1], 0.f));
 #pragma unroll
   for (int i = 0; i < STATE_REGISTERS; ++i) state[i] *= decay;
 }
 
-// Adds D x, applies the gate, and stores the warp's 16 rows through the head's x box, which nobody reads any more.
+// Y^T [headdim x 64 tokens] = H C^T, H the state rounded to X_DTYPE: its registers are operand A already. Scales the state by the chunk's
+// decay as soon as it is rounded, and calls `meanwhile` under the products. Large states go part by part, for the registers' sake.
+template <typename F>
+__device__ __forceinline__ void multiply_state(float (&y)[32], float (&state)[STATE_REGISTERS], const unsigned char* c_boxes, const Vectors& v, F&& meanwhile) {
+  constexpr int STEPS = DSTATE_PADDED / 16, PART = HEADS * STATE_REGISTERS > 64 ? 4 : STEPS;
+  const WgmmaDescriptor<128> c(smem_address(c_boxes), 0);
+#pragma unroll
+  for (int part = 0; part < STEPS; part += PART) {
+    FragmentA<X> h[PART];
+#pragma unroll
+    for (int k = 0; k < PART; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) h[k].pair[i] = pack<X>(state[8 * (part + k) + 2 * i], state[8 * (part + k) + 2 * i + 1]);
+    if (part + PART == STEPS) scale_state(state, v);  // under the products ptxas would add a wait
+    wgmma_fence();
+#pragma unroll
+    for (int k = part; k < part + PART; ++k) multiply_registers<0>(y, h[k - part], c.at(k / 4 * BOX_BYTES + k % 4 * 32), k > 0);
+    wgmma_commit_group();
+    if (part == 0) meanwhile();
+    wgmma_wait_group<0>();
+  }
+}
+
+// Adds D x, applies the gate, and stores Y through the head's x box: a warp replaces the 16 headdim columns that only it has read.
 // `out`: this thread's 16-byte unit of row 16 warp + lane / 8 of the chunk.
-__device__ __forceinline__ void store_output(const ForwardArgs& args, const Segment& s, int chunk, int head, float (&y)[32], unsigned char* x_box, X* out, int barrier) {
+__device__ __forceinline__ void store_output(const ForwardArgs& args, const Segment& s, int chunk, int head, float (&y)[32], const FragmentA<X> (&x)[4],
+                                             unsigned char* x_box, X* out, int barrier) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
   const int token0 = chunk * CHUNK, valid = s.tokens - token0;
   if constexpr (D_KIND > 0) {
-    const float* d = args.D + head * args.d_head_stride;
+    const float* from = args.D + head * args.d_head_stride;
+    float d[2];  // of the rows lane / 4 and lane / 4 + 8
 #pragma unroll
-    for (int t = 0; t < 8; ++t)
+    for (int r = 0; r < 2; ++r) {
+      const int p = warp * 16 + lane / 4 + 8 * r;
+      d[r] = D_KIND == 1 ? from[0] : p < HEADDIM ? from[p] : 0.f;
+    }
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float2 x = unpack(*reinterpret_cast<const Pair<X>*>(x_box + swizzled(row + 8 * r, t) + column * 2));
-        const int p = t * 8 + column;
-        const float d0 = D_KIND == 2 ? (p < HEADDIM ? d[p] : 0.f) : d[0];
-        const float d1 = D_KIND == 2 ? (p + 1 < HEADDIM ? d[p + 1] : 0.f) : d0;
-        y[t * 4 + 2 * r] += d0 * x.x;
-        y[t * 4 + 2 * r + 1] += d1 * x.y;
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 v = unpack(x[k].pair[i]);
+        y[8 * k + 2 * i] += d[i % 2] * v.x;
+        y[8 * k + 2 * i + 1] += d[i % 2] * v.y;
       }
   }
   if constexpr (HAS_Z) {
-    const unsigned char* z_box = x_box + (Z_OFFSET - X_OFFSET);
 #pragma unroll
-    for (int t = 0; t < 8; ++t)
+    for (int k = 0; k < 4; ++k) {
+      const FragmentA<X> z = load_transposed(x_box + (Z_OFFSET - X_OFFSET), k);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float2 z = unpack(*reinterpret_cast<const Pair<X>*>(z_box + swizzled(row + 8 * r, t) + column * 2));
-        y[t * 4 + 2 * r] *= silu(z.x);
-        y[t * 4 + 2 * r + 1] *= silu(z.y);
+      for (int i = 0; i < 4; ++i) {
+        const float2 v = unpack(z.pair[i]);
+        y[8 * k + 2 * i] *= silu(v.x);
+        y[8 * k + 2 * i + 1] *= silu(v.y);
       }
+    }
   }
-  bar_sync(barrier, 128);  // every warp of the warpgroup is done with the x box
-  const unsigned base = smem_address(x_box);
 #pragma unroll
-  for (int t = 0; t < 8; t += 2) {
-    const float* v = y + t * 4;
-    stmatrix_x4(base + swizzled(warp * 16 + lane % 16, t + lane / 16), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits,
-                pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
+  for (int k = 0; k < 4; ++k) {
+    const float* v = y + 8 * k;
+    stmatrix_x4_trans(transposed_at(x_box, k), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits, pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
   }
-  __syncwarp();
+  bar_sync(barrier, 128);  // rows are whole
   const int rows_left = head < end_head(s) ? valid - warp * 16 - lane / 8 : 0;
   const unsigned char* from = x_box + (warp * 16 + lane / 8) * 128;
 #pragma unroll
@@ -162,7 +170,6 @@ __device__ __forceinline__ void make_scores(const Segment& s, const unsigned cha
   for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
     const unsigned char* stage = ring + at.stage * STAGE_BYTES;
     wait_barrier(barriers.full(at.stage), at.parity);
-    if constexpr (!USE_TMA) fence_proxy_async();
     float scores[32];  // raw C B^T, 64 rows x 64 tokens
     wgmma_fence();
     start_product_over_dstate(scores, stage, stage + B_OFFSET);
@@ -172,28 +179,25 @@ __device__ __forceinline__ void make_scores(const Segment& s, const unsigned cha
     for (int h = 0; h < HEADS; ++h) {
 #pragma unroll 1
       for (int consumer = 0; consumer < WARPGROUPS; ++consumer) {
-        FragmentA<X> decayed[4];
-        decay_scores<WARPGROUPS != 3>(decayed, scores, vectors_of(stage, consumer * HEADS + h), threadIdx.x, 0);
         wait_barrier(score_barriers.empty(consumer, to.stage), to.parity ^ 1);
         const unsigned tile = smem_address(score_tile(tiles, consumer, to.stage));
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-          stmatrix_x4(tile + swizzled(row, 2 * k + lane / 16), decayed[k].pair[0].bits, decayed[k].pair[1].bits, decayed[k].pair[2].bits, decayed[k].pair[3].bits);
+        decay_scores<true>(scores, vectors_of(stage, consumer * HEADS + h), threadIdx.x, 0, [&](int k, const FragmentA<X>& a) {
+          stmatrix_x4(tile + swizzled(row, 2 * k + lane / 16), a.pair[0].bits, a.pair[1].bits, a.pair[2].bits, a.pair[3].bits);
+        });
         fence_proxy_async();
         arrive_warp(score_barriers.full(consumer, to.stage));
       }
       to.advance();
     }
-    if constexpr (USE_TMA) fence_proxy_async();  // the next copies come through another proxy than these reads
+    fence_proxy_async();  // the next copies come through another proxy than these reads
     arrive_warp(barriers.empty(at.stage));
   }
 }
 
 // The consumer's part: Y of every chunk of the segment, and the state at its end, from the state at its start. The ring is read from `at`.
-__device__ __forceinline__ void forward_segment(const ForwardArgs& args, const Segment& s, unsigned char* ring, unsigned char* h_boxes,
-                                                unsigned char* tiles, const Barriers& barriers, const ScoreBarriers& score_barriers,
-                                                int consumer, RingPosition<STAGES>& at, float (&state)[HEADS][STATE_REGISTERS]) {
-  const int barrier = consumer + 1;
+__device__ __forceinline__ void forward_segment(const ForwardArgs& args, const Segment& s, unsigned char* ring, unsigned char* tiles,
+                                                const Barriers& barriers, const ScoreBarriers& score_barriers, int consumer,
+                                                RingPosition<STAGES>& at, float (&state)[HEADS][STATE_REGISTERS]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   X* out = static_cast<X*>(args.out) + s.row * args.out_strides.batch + (s.first + warp * 16 + lane / 8) * args.out_strides.token +
            (first_head(s) + consumer * HEADS) * args.out_strides.head + lane % 8 * 8;
@@ -202,41 +206,36 @@ __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const S
   RingPosition<SCORE_SLOTS> from;
   for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
     unsigned char* stage = ring + at.stage * STAGE_BYTES;
+    wait_barrier(barriers.full(at.stage), at.parity);
 #pragma unroll
     for (int h = 0; h < HEADS; ++h, from.advance()) {
       const Vectors v = vectors_of(stage, consumer * HEADS + h);
       unsigned char* x_box = stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES;
-      if (h == 0) wait_barrier(barriers.full(at.stage), at.parity);
-      store_state_tile(h_boxes, state[h]);
-      scale_state(state[h], v);  // under C H^T ptxas would add a wait
-      fence_proxy_async();
-      bar_sync(barrier, 128);
-      float y[32];
-      wgmma_fence();
-      start_product_over_dstate(y, stage, h_boxes);
-      wgmma_commit_group();
-
-      // Under C H^T: everything that needs no result of it.
-      FragmentA<X> weighted_x[4];
-      load_weighted_x(weighted_x, x_box, v.w());
-      const int row = warp * 16 + lane / 4;
-      const float rise[2] = {ex2_approx(fminf(v.g[row], 0.f)), ex2_approx(fminf(v.g[row + 8], 0.f))};
-      wgmma_wait_group<0>();  // C H^T
+      float y[32];  // Y^T, 64 headdim rows x 64 tokens
+      FragmentA<X> x[4], weighted_x[4];
+      multiply_state(y, state[h], stage, v, [&] { load_transposed(x, x_box); });
 #pragma unroll
-      for (int i = 0; i < 32; ++i) y[i] *= rise[i / 2 % 2];
+      for (int t = 0; t < 8; ++t) {
+        const float2 rise = *reinterpret_cast<const float2*>(v.rise() + t * 8 + lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[4 * t + i] *= i % 2 ? rise.y : rise.x;
+      }
 
       wait_barrier(score_barriers.full(consumer, from.stage), from.parity);
+      const WgmmaDescriptor<128> scores(smem_address(score_tile(tiles, consumer, from.stage)), 0);
+      pin(y);
       wgmma_fence();
-      const WgmmaDescriptor<128> scores(smem_address(score_tile(tiles, consumer, from.stage)), 0), x(smem_address(x_box), BOX_BYTES);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) multiply_tiles<0, 1>(y, scores.at(k * 32), x.at(k * 16 * 128), 1);
+      for (int k = 0; k < 4; ++k) multiply_registers<0>(y, x[k], scores.at(k * 32), 1);
       wgmma_commit_group();
+      weigh(weighted_x, x, v.w());
+      wgmma_fence();
       start_state_update(state[h], weighted_x, stage + B_OFFSET);
       wgmma_commit_group();
-      wgmma_wait_group<1>();  // S x
+      wgmma_wait_group<1>();  // x^T S^T
       arrive_warp(score_barriers.empty(consumer, from.stage));
-      store_output(args, s, chunk, first_head(s) + consumer * HEADS + h, y, x_box, out + h * args.out_strides.head, barrier);
-      if constexpr (USE_TMA) fence_proxy_async();  // the next copy into the x box comes through another proxy than its last reads and writes
+      store_output(args, s, chunk, first_head(s) + consumer * HEADS + h, y, x, x_box, out + h * args.out_strides.head, consumer + 1);
+      fence_proxy_async();  // the next copy into the x box comes through another proxy than its last reads and writes
       wgmma_wait_group<0>();  // the state update
     }
     out += CHUNK * args.out_strides.token;

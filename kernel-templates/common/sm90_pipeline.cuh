@@ -9,9 +9,9 @@
 //   B  [DSTATE_BOXES boxes]
 //   x  [HEADS_BLOCK boxes, 64 tokens x headdim]
 //   z  [HEADS_BLOCK boxes]                        (WITH_C and HAS_Z only)
-//   g, gd, w  [HEADS_BLOCK][3][64]
-// Tokens past the segment, dstate past DSTATE, headdim past HEADDIM and heads past the group read as zero: nothing outside the
-// tensors is touched, and NaN beyond a sequence cannot enter.
+//   vectors  [HEADS_BLOCK][VECTORS][64]
+// Tokens past the tensor, dstate past DSTATE and headdim past HEADDIM are copied as zero, and tokens past a packed sequence are zeroed in B
+// and x: NaN beyond a sequence cannot enter.
 #pragma once
 
 constexpr int SCORE_WARPGROUPS = WITH_C ? 1 : 0;
@@ -33,42 +33,44 @@ constexpr int Z_BYTES = WITH_Z ? HEADS_BLOCK * BOX_BYTES : 0;
 constexpr int VECTORS_OFFSET = Z_OFFSET + Z_BYTES;
 constexpr int STAGE_BYTES = VECTORS_OFFSET + (HEADS_BLOCK * VECTORS_BYTES + 1023) / 1024 * 1024;
 constexpr int BARRIERS_BYTES = 1024;
-// Two blocks share a multiprocessor where the states of a lone consumer warpgroup are small enough; copies without tensor maps need
-// too many registers for that.
-constexpr int BLOCKS_PER_SM = !WITH_C && USE_TMA && WARPGROUPS == 1 && HEADS * STATE_REGISTERS <= 64 ? 2 : 1;
+constexpr int TAIL_BARRIER_OFFSET = 496;
+// Two blocks share a multiprocessor where the states of a lone consumer warpgroup are small enough.
+constexpr int BLOCKS_PER_SM = !WITH_C && WARPGROUPS == 1 && HEADS * STATE_REGISTERS <= 64 ? 2 : 1;
 // Registers after reallocation: what a block is launched with, moved from the producer to the
 // consumers. In steps of eight; a thread has at most 240. rules.rs computes the same.
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS_PER_SM * THREADS) > 248 ? 248 : 65536 / (BLOCKS_PER_SM * THREADS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = USE_TMA ? 56 : 88;
-constexpr int SCORE_REGISTERS = WARPGROUPS == 3 ? 88 : 104;
+constexpr int PRODUCER_REGISTERS = 56;
+constexpr int SCORE_REGISTERS = 104;
 constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS - SCORE_REGISTERS * SCORE_WARPGROUPS * 128) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 
-MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 80 : 40 + 32 * HEADS) <= CONSUMER_REGISTERS,
+MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 96 + (HEADS > 1 && HAS_Z && X_DTYPE == 1 ? 24 : 0) : 40 + 32 * HEADS) <= CONSUMER_REGISTERS,
                "the states of a warpgroup, and what the products need beside them, must stay in registers");
 
 __device__ __forceinline__ int first_head(const Segment& s) { return s.group * HEADS_PER_GROUP + s.block * HEADS_BLOCK; }
 __device__ __forceinline__ int end_head(const Segment& s) { return (s.group + 1) * HEADS_PER_GROUP; }
 
-// A full and an empty barrier per stage.
+// A full and an empty barrier per stage, and one for the chunk in which a packed sequence ends.
 struct Barriers {
   unsigned base;
   __device__ __forceinline__ unsigned full(int stage) const { return base + stage * 16; }
   __device__ __forceinline__ unsigned empty(int stage) const { return base + stage * 16 + 8; }
+  __device__ __forceinline__ unsigned tail() const { return base + TAIL_BARRIER_OFFSET; }
   __device__ __forceinline__ void init() const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < STAGES; ++s) {
-        mbarrier_init(full(s), (USE_TMA ? 1 : PRODUCER_THREADS) + PRODUCER_THREADS / 32);  // the copies, and each warp's vectors
+        mbarrier_init(full(s), 1 + PRODUCER_THREADS / 32);  // the copies, and each warp's vectors
         mbarrier_init(empty(s), 4 * (WARPGROUPS + SCORE_WARPGROUPS));
       }
+      mbarrier_init(tail(), 1);
       fence_mbarrier_init();
     }
   }
 };
 
-// Copies one chunk's boxes with the tensor memory accelerator; one thread.
+// Copies one chunk's boxes; one thread.
 template <bool COPY_C>
-__device__ __forceinline__ void copy_stage_tma(const TensorMaps& maps, const Segment& s, int token, unsigned stage, unsigned full) {
+__device__ __forceinline__ void copy_stage(const TensorMaps& maps, const Segment& s, int token, unsigned stage, unsigned full) {
   mbarrier_arrive_expect_tx(full, VECTORS_OFFSET - (COPY_C ? 0 : C_BYTES + Z_BYTES));
 #pragma unroll
   for (int box = 0; box < DSTATE_BOXES; ++box) {
@@ -82,53 +84,26 @@ __device__ __forceinline__ void copy_stage_tma(const TensorMaps& maps, const Seg
   }
 }
 
-// Copies one chunk's boxes with cp.async; the whole producer warpgroup, each thread one 16-byte unit of every sixteenth row.
-struct CpAsyncCopier {
-  const X* b;
-  const X* c;
-  const X* x;
-  const X* z;
-  int row, column;
-
-  __device__ __forceinline__ CpAsyncCopier(const ForwardArgs& args, const Segment& s, int first_token) : row(threadIdx.x / 8), column(threadIdx.x % 8 * 8) {
-    const int64 token = s.first + first_token + row;
-    b = static_cast<const X*>(args.B) + s.row * args.b_strides.batch + token * args.b_strides.token + s.group * args.b_strides.head + column;
-    c = static_cast<const X*>(args.C) + s.row * args.c_strides.batch + token * args.c_strides.token + s.group * args.c_strides.head + column;
-    x = static_cast<const X*>(args.x) + s.row * args.x_strides.batch + token * args.x_strides.token + first_head(s) * args.x_strides.head + column;
-    if constexpr (WITH_Z) z = static_cast<const X*>(args.z) + s.row * args.z_strides.batch + token * args.z_strides.token + first_head(s) * args.z_strides.head + column;
-  }
-
-  template <bool COPY_C, int STEP>
-  __device__ __forceinline__ void copy_stage(const ForwardArgs& args, const Segment& s, int token, unsigned char* stage) {
-    unsigned char* to = stage + swizzled(row, threadIdx.x % 8);
-    const int rows_left = s.tokens - token - row;
+// Zeroes the rows of B and x from `row` on: what follows a packed sequence is another's, or NaN. Rows past the end of C and z reach only
+// rows of Y that are not stored. The whole producer warpgroup.
+__device__ __forceinline__ void clear_tail(unsigned char* stage, int row) {
+  constexpr int BOXES = DSTATE_BOXES + HEADS_BLOCK;  // x follows B
 #pragma unroll 1
-    for (int box = 0; box < DSTATE_BOXES; ++box) {
-      copy_box_async(to + B_OFFSET + box * BOX_BYTES, b + box * 64, args.b_strides.token, rows_left, DSTATE - box * 64 - column);
-      if (COPY_C) copy_box_async(to + box * BOX_BYTES, c + box * 64, args.c_strides.token, rows_left, DSTATE - box * 64 - column);
-    }
-#pragma unroll 1
-    for (int h = 0; h < HEADS_BLOCK; ++h) {
-      const int rows = first_head(s) + h < end_head(s) ? rows_left : 0;
-      copy_box_async(to + X_OFFSET + h * BOX_BYTES, x + h * args.x_strides.head, args.x_strides.token, rows, HEADDIM - column);
-      if constexpr (WITH_Z && COPY_C) copy_box_async(to + Z_OFFSET + h * BOX_BYTES, z + h * args.z_strides.head, args.z_strides.token, rows, HEADDIM - column);
-    }
-    b += STEP * args.b_strides.token;
-    if (COPY_C) c += STEP * args.c_strides.token;
-    x += STEP * args.x_strides.token;
-    if constexpr (WITH_Z && COPY_C) z += STEP * args.z_strides.token;
-  }
-};
+  for (int at = row * 128 + threadIdx.x * 16; at < BOX_BYTES; at += PRODUCER_THREADS * 16)
+#pragma unroll
+    for (int box = 0; box < BOXES; ++box) *reinterpret_cast<uint4*>(stage + B_OFFSET + box * BOX_BYTES + at) = make_uint4(0, 0, 0, 0);
+  fence_proxy_async();
+}
 
 // Warpgroup 0: fills the ring, from `at`, for every chunk of the segment, the last first if BACKWARD; then w decays to the segment's end.
 // Warp w makes the vectors of the heads w, w + 4, ...
 template <bool COPY_C, bool BACKWARD>
 __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers,
-                                        RingPosition<STAGES>& at) {
+                                        RingPosition<STAGES>& at, RingPosition<1>& tail) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int HEADS_WARP = (HEADS_BLOCK + 3) / 4;
   // Raw dt is loaded this many chunks before its use: a chunk is shorter than the latency of device memory.
-  constexpr int DT_AHEAD = USE_TMA && HEADS_WARP == 1 ? 4 : 2;
+  constexpr int DT_AHEAD = HEADS_WARP == 1 ? 4 : 2;
   constexpr int STEP = BACKWARD ? -CHUNK : CHUNK;
   const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
   const int first_token = BACKWARD ? (chunks - 1) * CHUNK : 0;  // of the first chunk to be copied
@@ -157,7 +132,6 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
 #pragma unroll
   for (int i = 0; i < DT_AHEAD; ++i) load_dt(raw[i]);
 
-  CpAsyncCopier copier(args, s, first_token);
   int token = first_token;
   for (int chunk0 = 0; chunk0 < chunks; chunk0 += DT_AHEAD) {
 #pragma unroll
@@ -165,17 +139,20 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
       if (chunk0 + ahead >= chunks) break;
       wait_barrier(barriers.empty(at.stage), at.parity ^ 1);
       unsigned char* stage = ring + at.stage * STAGE_BYTES;
-      if constexpr (USE_TMA) {
-        if (threadIdx.x == 0) copy_stage_tma<COPY_C>(maps, s, static_cast<int>(s.first) + token, smem_address(stage), barriers.full(at.stage));
-      } else {
-        copier.copy_stage<COPY_C, STEP>(args, s, token, stage);
-        cp_async_mbarrier_arrive_noinc(barriers.full(at.stage));
+      const bool ends_inside = PACKED && s.tokens - token < CHUNK;
+      if (threadIdx.x == 0)
+        copy_stage<COPY_C>(maps, s, static_cast<int>(s.first) + token, smem_address(stage), ends_inside ? barriers.tail() : barriers.full(at.stage));
+      if (ends_inside) {
+        wait_barrier(barriers.tail(), tail.parity);
+        tail.advance();
+        clear_tail(stage, s.tokens - token);
+        if (threadIdx.x == 0) mbarrier_arrive(barriers.full(at.stage));  // in place of the copies
       }
 #pragma unroll
       for (int i = 0; i < HEADS_WARP; ++i)
         if (warp + i * 4 < HEADS_BLOCK) {
           const float whole = make_vectors(args, raw[ahead][i], a[i], bias[i], valid[i] ? s.tokens - token - 2 * lane : 0, after[i],
-                                           reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + (warp + i * 4) * (3 * CHUNK / 2) + lane);
+                                           reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + (warp + i * 4) * (VECTORS * CHUNK / 2) + lane);
           if constexpr (BACKWARD) after[i] += whole;
         }
       arrive_warp(barriers.full(at.stage));
@@ -187,20 +164,35 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
 }
 
 __device__ __forceinline__ Vectors vectors_of(const unsigned char* stage, int h) {
-  return {reinterpret_cast<const float*>(stage + VECTORS_OFFSET) + h * 3 * CHUNK};
+  return {reinterpret_cast<const float*>(stage + VECTORS_OFFSET) + h * VECTORS * CHUNK};
 }
 
-// (w x)^T of one head's x box as operand A: 64 headdim rows, 16 a warp; K = the chunk's 64 tokens.
-__device__ __forceinline__ void load_weighted_x(FragmentA<X> (&a)[4], const unsigned char* x_box, const float* w) {
+// Where ldmatrix and stmatrix, transposing, find this lane's row of the warp's 16 headdim columns and the tokens 16 k .. 16 k + 15 of a box.
+__device__ __forceinline__ unsigned transposed_at(const unsigned char* box, int k) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const unsigned base = smem_address(x_box);
+  return smem_address(box) + swizzled(k * 16 + lane % 8 + lane / 16 * 8, warp * 2 + lane / 8 % 2);
+}
+
+// An x or z box transposed as operand A: 64 headdim rows, 16 a warp; K = the tokens 16 k .. 16 k + 15. Also the map of an accumulator
+// [headdim][tokens].
+__device__ __forceinline__ FragmentA<X> load_transposed(const unsigned char* box, int k) {
+  unsigned r[4];
+  ldmatrix_x4_trans_at(r, transposed_at(box, k));
+  return {{{r[0]}, {r[1]}, {r[2]}, {r[3]}}};
+}
+__device__ __forceinline__ void load_transposed(FragmentA<X> (&a)[4], const unsigned char* box) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) a[k] = load_transposed(box, k);
+}
+
+// (w x)^T from x^T.
+__device__ __forceinline__ void weigh(FragmentA<X> (&a)[4], const FragmentA<X> (&x)[4], const float* w) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    unsigned r[4];
-    ldmatrix_x4_trans_at(r, base + swizzled(k * 16 + lane % 8 + lane / 16 * 8, warp * 2 + lane / 8 % 2));
     const float2 even = *reinterpret_cast<const float2*>(w + k * 16 + lane % 4 * 2);
     const float2 odd = *reinterpret_cast<const float2*>(w + k * 16 + 8 + lane % 4 * 2);
-    a[k] = {{{r[0]}, {r[1]}, {r[2]}, {r[3]}}};
+    a[k] = x[k];
     scale_along_k(a[k], even, odd);
   }
 }
@@ -209,7 +201,7 @@ __device__ __forceinline__ void load_weighted_x(FragmentA<X> (&a)[4], const unsi
 __device__ __forceinline__ void start_state_update(float (&state)[STATE_REGISTERS], const FragmentA<X> (&a)[4], const unsigned char* b_boxes) {
   const WgmmaDescriptor<128> b(smem_address(b_boxes), BOX_BYTES);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) multiply_registers(state, a[k], b.at(k * 16 * 128));
+  for (int k = 0; k < 4; ++k) multiply_registers<1>(state, a[k], b.at(k * 16 * 128), 1);
 }
 
 // headdim and dstate of accumulator element i of this thread.

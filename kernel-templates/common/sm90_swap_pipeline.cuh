@@ -19,6 +19,9 @@
 constexpr int SCORE_WARPGROUPS = 0;
 
 #include "common/sm90_chunk.cuh"
+
+// Boxes are copied by the tensor memory accelerator. Packed sequences end inside the tensor, where only cp.async can stop reading.
+constexpr bool USE_TMA = !PACKED;
 #include "ptx/special.cuh"
 
 constexpr int P_TILES = (HEADDIM + BLOCK_HEAD - 1) / BLOCK_HEAD;

@@ -219,8 +219,7 @@ impl LoadedForward {
             .kernels
             .iter()
             .any(|k| k.launch.kernel.needs_wgmma() && k.launch.grid > 0);
-        // Packed sequences end inside the tensor; their kernels copy without maps.
-        used && self.problem.packed.is_none() && inputs.x.meta().elems() > 0
+        used && inputs.x.meta().elems() > 0
     }
 
     /// The tensor maps of this call, empty if no kernel copies by them. The device's context must be current. The kernels of a strategy

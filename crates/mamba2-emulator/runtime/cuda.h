@@ -67,35 +67,35 @@ inline void __syncwarp(unsigned = ~0u) {
 }
 
 namespace emulator {
-template <typename T, typename Source>
-T shuffle(T value, Source source) {
+template <typename T>
+T shuffle(T value, int from) {
   struct Lane {
     T in, out;
-  } lane{value, value};
-  warp(lane, [&](Lane** lanes) {
-    for (int l = 0; l < 32; ++l) {
-      const int from = source(l);
-      lanes[l]->out = from < 0 || from > 31 ? lanes[l]->in : lanes[from]->in;
-    }
+    int from;
+  } lane{value, value, from};
+  warp(lane, [](Lane** lanes) {
+    for (int l = 0; l < 32; ++l)
+      if (const int from = lanes[l]->from; from >= 0 && from < 32) lanes[l]->out = lanes[from]->in;
   });
   return lane.out;
 }
+inline int this_lane() { return static_cast<int>(threadIdx.x % 32); }
 }  // namespace emulator
 template <typename T>
 T __shfl_sync(unsigned, T v, int from) {
-  return emulator::shuffle(v, [=](int) { return from % 32; });
+  return emulator::shuffle(v, from % 32);
 }
 template <typename T>
 T __shfl_up_sync(unsigned, T v, int by) {
-  return emulator::shuffle(v, [=](int lane) { return lane - by; });
+  return emulator::shuffle(v, emulator::this_lane() - by);
 }
 template <typename T>
 T __shfl_down_sync(unsigned, T v, int by) {
-  return emulator::shuffle(v, [=](int lane) { return lane + by; });
+  return emulator::shuffle(v, emulator::this_lane() + by);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T v, int mask) {
-  return emulator::shuffle(v, [=](int lane) { return lane ^ mask; });
+  return emulator::shuffle(v, emulator::this_lane() ^ mask);
 }
 
 // 16-bit floats by their code in the config header: 0 bf16, 1 f16.

@@ -140,6 +140,8 @@ fn compute_out_launch(c: &ComputeOut, problem: &Problem, device: &DeviceFacts) -
 /// Tokens of a box, and of a chunk of the fused forward.
 const SM90_CHUNK: usize = 64;
 const SM90_BOX_BYTES: usize = SM90_CHUNK * 128;
+/// What a head's chunk has beside its tiles: five float32 numbers a token.
+const SM90_VECTORS_BYTES: usize = 5 * SM90_CHUNK * 4;
 
 /// Segment items of all sequences: as [`Problem::chunk_slots`], but an empty sequence has one, for its final state.
 fn segment_items(segment: u32, problem: &Problem) -> usize {
@@ -183,12 +185,12 @@ impl Sm90Launch {
         let heads = (self.heads * self.warpgroups) as usize;
         let x_and_z = heads * if with_c && problem.z { 2 } else { 1 };
         let tiles = (boxes * if with_c { 2 } else { 1 } + x_and_z) * SM90_BOX_BYTES;
-        let vectors = (heads * 3 * SM90_CHUNK * 4).next_multiple_of(1024);
-        // Of each consumer: H, or in a cluster the exchanged state, and two tiles of S.
+        let vectors = (heads * SM90_VECTORS_BYTES).next_multiple_of(1024);
+        // Of each consumer: in a cluster the exchanged state, and two tiles of S.
         let own = match self.kernel {
             Kernel::Sm90SegmentState => 0,
             Kernel::Sm90ClusterForward => 2 * boxes + 2,
-            _ => boxes + 2,
+            _ => 2,
         };
         1024 + self.stages as usize * (tiles + vectors)
             + self.warpgroups as usize * own * SM90_BOX_BYTES
@@ -249,7 +251,6 @@ struct Sm90SwapLaunch {
 
 impl Sm90SwapLaunch {
     fn launch(&self, problem: &Problem) -> KernelLaunch {
-        const VECTORS_BYTES: usize = 3 * SM90_CHUNK * 4;
         let with_c = self.kernel == Kernel::Sm90SwapFusedForward;
         let (warpgroups, stages) = (self.warpgroups as usize, self.stages as usize);
         let p_tiles = problem.headdim.div_ceil(self.block_head as usize);
@@ -260,7 +261,7 @@ impl Sm90SwapLaunch {
         let boxes = stages * pairs * if with_c { 2 } else { 1 } * SM90_BOX_BYTES;
         let own = if with_c { (1 + pairs) * tile } else { 0 };
         let scores = if with_c && share { SM90_BOX_BYTES } else { 0 };
-        let vectors = x_stages * if share { 1 } else { warpgroups } * VECTORS_BYTES;
+        let vectors = x_stages * if share { 1 } else { warpgroups } * SM90_VECTORS_BYTES;
         let barriers_and_segment = (stages * pairs + x_stages) * 16 + 64;
         let units = problem.heads_per_group() * p_tiles;
         let blocks = problem.ngroups * units.div_ceil(warpgroups);

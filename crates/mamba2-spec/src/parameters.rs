@@ -325,7 +325,7 @@ parameter_table! {
         /// Heads per consumer warpgroup.
         heads: HEADS = 1 in [1, 2] unit "heads";
         /// Consumer warpgroups per block; they share the B and C tiles and one C B^T.
-        warpgroups: WARPGROUPS = 2 in [1, 2, 3] unit "warpgroups";
+        warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
         /// 64-token chunks in flight.
         stages: STAGES = 2 in [2, 3, 4] unit "chunks";
     }

@@ -24,16 +24,26 @@ template <int REGISTERS>
 inline void setmaxnreg_dec() {}
 inline void bar_sync(int id, int threads) { emulator::named_barrier(id, threads); }
 
-inline void stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
-  if (address % 16) emulator::fault("an stmatrix row is not aligned");
+namespace emulator {
+template <bool TRANSPOSE>
+inline void store_matrices(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+  if (address % 16) fault("an stmatrix row is not aligned");
   struct Lane {
     unsigned address;
     unsigned registers[4];
   } lane{address, {a, b, c, d}};
-  emulator::warp(lane, [](Lane** lanes) {
+  warp(lane, [](Lane** lanes) {
     for (int m = 0; m < 4; ++m)
       for (int l = 0; l < 32; ++l)
-        std::memcpy(emulator::own_shared() + lanes[m * 8 + l / 4]->address + l % 4 * 4, &lanes[l]->registers[m], 4);
+        for (unsigned e = 0; e < 2; ++e) {
+          const unsigned short v = static_cast<unsigned short>(lanes[l]->registers[m] >> 16 * e);
+          const unsigned row = static_cast<unsigned>(l / 4), column = static_cast<unsigned>(l % 4 * 2) + e;
+          const unsigned to = TRANSPOSE ? lanes[m * 8 + static_cast<int>(column)]->address + row * 2 : lanes[m * 8 + l / 4]->address + column * 2;
+          std::memcpy(own_shared() + to, &v, 2);
+        }
   });
 }
+}  // namespace emulator
+inline void stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) { emulator::store_matrices<false>(address, a, b, c, d); }
+inline void stmatrix_x4_trans(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) { emulator::store_matrices<true>(address, a, b, c, d); }
 inline void ldmatrix_x4_trans_at(unsigned (&r)[4], unsigned address) { emulator::load_matrices(r, emulator::own_shared() + address, true); }
