@@ -153,13 +153,17 @@ struct RingPosition {
 
 // ---- vectors of a chunk ----
 
-// g, gd and w of one head's chunk from this lane's two raw dt; w decays by 2^after more. Returns the chunk's whole G.
-__device__ __forceinline__ float make_vectors(const ForwardArgs& args, const float (&raw)[2], float a, float bias, int tokens_left, float after,
+// Raw dt is loaded some chunks before its use, because a chunk is shorter than the latency of device memory, and is kept as it comes:
+// converting it at once would wait for it.
+using RawDt = Element<DT_DTYPE>;
+
+// The vectors of one head's chunk from this lane's two raw dt; w decays by 2^after more. Returns the chunk's whole G.
+__device__ __forceinline__ float make_vectors(const ForwardArgs& args, const RawDt (&raw)[2], float a, float bias, int tokens_left, float after,
                                               float2* to) {
   const int lane = threadIdx.x % 32;
   float dt[2];
 #pragma unroll
-  for (int e = 0; e < 2; ++e) dt[e] = e < tokens_left ? dt_pipeline(raw[e], bias, args.dt_min, args.dt_max) : 0.f;
+  for (int e = 0; e < 2; ++e) dt[e] = e < tokens_left ? dt_pipeline(to_float(raw[e]), bias, args.dt_min, args.dt_max) : 0.f;
   const long long g0 = to_fixed(a * dt[0]), g1 = to_fixed(a * dt[1]) + g0;
   long long before = g1;  // inclusive scan over lanes
 #pragma unroll
@@ -219,56 +223,67 @@ __device__ __forceinline__ void multiply_registers(float (&d)[COUNT], const Frag
   }
 }
 
-// S = exp2(G_i - G_j) dt_j (C B^T), zero above the diagonal, as operand A, given to store(k, fragment): STEPS steps of 16 tokens j, from step
-// `first`. Below the
-// diagonal's 16 x 16 tiles the exponential is a product of one factor a row and one a column. On them the exponent may be large and
-// positive above the diagonal: those elements are selected away, not multiplied. LOADS_FIRST hides the latency of shared memory and takes
-// some twenty more registers.
-template <bool LOADS_FIRST, int COUNT, typename F>
-__device__ __forceinline__ void decay_scores(const float (&s)[COUNT], const Vectors& v, int thread, int first, F&& store) {
+// The rows of S of a warp whose step DIAGONAL lies on the diagonal; see decay_scores.
+template <int DIAGONAL, bool LOADS_FIRST, int COUNT, typename F>
+__device__ __forceinline__ void decay_rows(const float (&s)[COUNT], const Vectors& v, int lane, int row, int first, F&& store) {
   constexpr int STEPS = COUNT / 8;
-  const int lane = thread % 32, warp = thread / 32 % 4;
-  const int row = warp * 16 + lane / 4;
   const float g_row[2] = {v.g[row], v.g[row + 8]};
   float2 of_column[2 * STEPS];
-  float of_row[STEPS][2];
+  float end[STEPS];
   const auto load = [&](int k) {
-    const int step = first + k;
-    const float* from = (step < warp ? v.fall() : v.gd()) + step * 16 + lane % 4 * 2;
+    const float* from = (k < DIAGONAL ? v.fall() : v.gd()) + (first + k) * 16 + lane % 4 * 2;
     of_column[2 * k] = *reinterpret_cast<const float2*>(from);
     of_column[2 * k + 1] = *reinterpret_cast<const float2*>(from + 8);
-    const float end = v.g[step * 16 + 15];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) of_row[k][r] = ex2_approx(g_row[r] - end);
+    end[k] = v.g[(first + k) * 16 + 15];
   };
   if constexpr (LOADS_FIRST) {
 #pragma unroll
-    for (int k = 0; k < STEPS; ++k) load(k);
+    for (int k = 0; k < STEPS; ++k)
+      if (k <= DIAGONAL) load(k);
   }
-  // 16 tokens at a time: eight independent elements between two branches hide their own latency.
 #pragma unroll
   for (int k = 0; k < STEPS; ++k) {
     FragmentA<X> a{};
-    if (first + k > warp) {
-      store(k, a);
-      continue;
-    }
-    if constexpr (!LOADS_FIRST) load(k);
-    float e[8];  // as s[8 k ..]
-    const auto column = [&](int i) { return i % 2 ? of_column[2 * k + i / 4].y : of_column[2 * k + i / 4].x; };
-    if (first + k < warp) {
+    if (k <= DIAGONAL) {
+      if constexpr (!LOADS_FIRST) load(k);
+      float e[8];  // as s[8 k ..]
+      const auto column = [&](int i) { return i % 2 ? of_column[2 * k + i / 4].y : of_column[2 * k + i / 4].x; };
+      if (k < DIAGONAL) {
+        const float of_row[2] = {ex2_approx(g_row[0] - end[k]), ex2_approx(g_row[1] - end[k])};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) e[i] = s[8 * k + i] * (of_row[k][i / 2 % 2] * column(i));
-    } else {
+        for (int i = 0; i < 8; ++i) e[i] = s[8 * k + i] * (of_row[i / 2 % 2] * column(i));
+      } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int below = lane / 4 + i / 2 % 2 * 8 - (i / 4 * 8 + lane % 4 * 2 + i % 2);
-        const float decayed = s[8 * k + i] * ex2_approx(g_row[i / 2 % 2] - column(i));
-        e[i] = below >= 0 ? decayed : 0.f;
+        for (int i = 0; i < 8; ++i) {
+          const int below = lane / 4 + i / 2 % 2 * 8 - (i / 4 * 8 + lane % 4 * 2 + i % 2);
+          const float decayed = s[8 * k + i] * ex2_approx(g_row[i / 2 % 2] - column(i));
+          e[i] = below >= 0 ? decayed : 0.f;
+        }
       }
-    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a.pair[i] = pack<X>(e[2 * i], e[2 * i + 1]);
+      for (int i = 0; i < 4; ++i) a.pair[i] = pack<X>(e[2 * i], e[2 * i + 1]);
+    }
     store(k, a);
+  }
+}
+
+// S = exp2(G_i - G_j) dt_j (C B^T), zero above the diagonal, as operand A, given to store(k, fragment): STEPS steps of 16 tokens j, from step
+// `first`. Below the diagonal's 16 x 16 tiles the exponential is a product of one factor a row and one a column. On them the exponent may be
+// large and positive above the diagonal: those elements are selected away, not multiplied. Each warp has code of its own, without branches
+// between the steps, so that their latencies overlap. LOADS_FIRST hides that of shared memory and takes some twenty more registers.
+template <bool LOADS_FIRST, int COUNT, typename F>
+__device__ __forceinline__ void decay_scores(const float (&s)[COUNT], const Vectors& v, int thread, int first, F&& store) {
+  constexpr int STEPS = COUNT / 8;
+  static_assert(STEPS == 4 || STEPS == 2, "all of S, or half of it");
+  const int lane = thread % 32, warp = thread / 32 % 4, row = warp * 16 + lane / 4;
+  const int diagonal = warp - first;
+  if (diagonal == 0) {
+    decay_rows<0, LOADS_FIRST>(s, v, lane, row, first, store);
+  } else if (diagonal == 1) {
+    decay_rows<1, LOADS_FIRST>(s, v, lane, row, first, store);
+  } else if (diagonal >= 2 && (STEPS == 2 || diagonal == 2)) {
+    decay_rows<2, LOADS_FIRST>(s, v, lane, row, first, store);
+  } else {
+    decay_rows<STEPS == 2 ? -1 : 3, LOADS_FIRST>(s, v, lane, row, first, store);
   }
 }

@@ -44,7 +44,7 @@ constexpr int SCORE_REGISTERS = 104;
 constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS - SCORE_REGISTERS * SCORE_WARPGROUPS * 128) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 
-MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 96 + (HEADS > 1 && HAS_Z && X_DTYPE == 1 ? 24 : 0) : 40 + 32 * HEADS) <= CONSUMER_REGISTERS,
+MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 96 + (HEADS > 1 ? STATE_REGISTERS / 2 + (HAS_Z && X_DTYPE == 1 ? 24 : 0) : 0) : 40 + 32 * HEADS) <= CONSUMER_REGISTERS,
                "the states of a warpgroup, and what the products need beside them, must stay in registers");
 
 __device__ __forceinline__ int first_head(const Segment& s) { return s.group * HEADS_PER_GROUP + s.block * HEADS_BLOCK; }
@@ -102,12 +102,12 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
                                         RingPosition<STAGES>& at, RingPosition<1>& tail) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int HEADS_WARP = (HEADS_BLOCK + 3) / 4;
-  // Raw dt is loaded this many chunks before its use: a chunk is shorter than the latency of device memory.
   constexpr int DT_AHEAD = HEADS_WARP == 1 ? 4 : 2;
   constexpr int STEP = BACKWARD ? -CHUNK : CHUNK;
   const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
   const int first_token = BACKWARD ? (chunks - 1) * CHUNK : 0;  // of the first chunk to be copied
-  float raw[DT_AHEAD][HEADS_WARP][2], a[HEADS_WARP], bias[HEADS_WARP], after[HEADS_WARP];
+  RawDt raw[DT_AHEAD][HEADS_WARP][2];
+  float a[HEADS_WARP], bias[HEADS_WARP], after[HEADS_WARP];
   bool valid[HEADS_WARP];
 #pragma unroll
   for (int i = 0; i < HEADS_WARP; ++i) {
@@ -120,12 +120,12 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
   const Element<DT_DTYPE>* dt_next = static_cast<const Element<DT_DTYPE>*>(args.dt) + s.row * args.dt_strides.batch +
                                      (s.first + first_token + 2 * lane) * args.dt_strides.token + (first_head(s) + warp) * args.dt_strides.head;
   int dt_token = first_token + 2 * lane;
-  const auto load_dt = [&](float (&to)[HEADS_WARP][2]) {  // of the chunk after the last call's
+  const auto load_dt = [&](RawDt (&to)[HEADS_WARP][2]) {  // of the chunk after the last call's
 #pragma unroll
     for (int i = 0; i < HEADS_WARP; ++i)
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        to[i][e] = valid[i] && dt_token >= 0 && e < s.tokens - dt_token ? to_float(dt_next[e * args.dt_strides.token + i * 4 * args.dt_strides.head]) : 0.f;
+        to[i][e] = valid[i] && dt_token >= 0 && e < s.tokens - dt_token ? dt_next[e * args.dt_strides.token + i * 4 * args.dt_strides.head] : RawDt{};
     dt_next += STEP * args.dt_strides.token;
     dt_token += STEP;
   };

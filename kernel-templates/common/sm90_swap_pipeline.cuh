@@ -175,7 +175,6 @@ __device__ __forceinline__ void copy_boxes_async(const ForwardArgs& args, const 
 __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* smem, const Barriers& barriers) {
   static_assert(WARPGROUPS < 4, "the last producer warp has no vectors to make");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Raw dt is loaded this many chunks before its use: a chunk is shorter than the latency of device memory.
   constexpr int DT_AHEAD = USE_TMA ? 4 : 2;
   const Unit unit = locate_unit(s, warp);
   const float a = unit.valid ? args.A[unit.head] * LOG2_E : 0.f;
@@ -183,10 +182,10 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
   const Element<DT_DTYPE>* dt_next = static_cast<const Element<DT_DTYPE>*>(args.dt) + s.row * args.dt_strides.batch +
                                      (s.first + 2 * lane) * args.dt_strides.token + unit.head * args.dt_strides.head;
   int dt_tokens_left = unit.valid ? s.tokens - 2 * lane : 0;
-  float raw[DT_AHEAD][2];
-  const auto load_dt = [&](float (&to)[2]) {  // of the chunk after the last call's
+  RawDt raw[DT_AHEAD][2];
+  const auto load_dt = [&](RawDt (&to)[2]) {  // of the chunk after the last call's
 #pragma unroll
-    for (int e = 0; e < 2; ++e) to[e] = e < dt_tokens_left ? to_float(dt_next[e * args.dt_strides.token]) : 0.f;
+    for (int e = 0; e < 2; ++e) to[e] = e < dt_tokens_left ? dt_next[e * args.dt_strides.token] : RawDt{};
     dt_next += CHUNK * args.dt_strides.token;
     dt_tokens_left -= CHUNK;
   };
