@@ -1,5 +1,5 @@
-//! The parameters of the kernels: the structs of `kernel-templates/common/args.cuh`, field by field. A test compares names and
-//! offsets with that file.
+//! The parameters of the kernels: the structs of `kernel-templates/common/args.cuh` and of the tools' templates, field by field. A test
+//! compares names and offsets with those files.
 
 use mamba2_spec::launch::LaunchPlan;
 use mamba2_spec::{HasMeta, Problem, StepProblem};
@@ -105,6 +105,31 @@ argument_struct! {
     }
 }
 
+argument_struct! {
+    /// Parameter of `tool_copy`.
+    CopyArgs {
+        from: u64,
+        to: u64,
+        vectors: i64,
+    }
+}
+
+argument_struct! {
+    /// Parameter of `tool_compare`.
+    CompareArgs {
+        first: u64,
+        second: u64,
+        image: u64,
+        standard: u64,
+        skipped: u64,
+        found: u64,
+        units: i64,
+        lead: i64,
+        shape: [i64; 4],
+        strides: [i64; 4],
+    }
+}
+
 const _: () = assert!(size_of::<ForwardArgs>() == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 8 * 4);
 const _: () = assert!(size_of::<StepArgs>() == 11 * 8 + 18 * 8 + 3 * 8 + 3 * 8 + 6 * 4);
 
@@ -189,12 +214,16 @@ pub(crate) fn first_stride(tensor: Option<&DeviceTensor>) -> i64 {
 mod tests {
     use super::*;
 
-    /// `(name, offset)` of every field of a struct of args.cuh, laid out by C's rules for these types.
-    fn fields_of_header(name: &str) -> Vec<(String, usize)> {
-        let (_, text) = mamba2_kernels::HEADERS
+    /// `(name, offset)` of every field of a struct of the templates, laid out by C's rules for these types.
+    fn fields_of_template(name: &str) -> Vec<(String, usize)> {
+        let arch = mamba2_spec::Arch(80);
+        let tools = mamba2_kernels::Tool::ALL.map(|tool| tool.render(arch).source);
+        let text = mamba2_kernels::HEADERS
             .iter()
-            .find(|h| h.0 == "common/args.cuh")
-            .expect("header");
+            .map(|h| h.1)
+            .chain(tools)
+            .find(|text| text.contains(&format!("struct {name} {{")))
+            .expect("a template should have the struct");
         let body = text
             .split(&format!("struct {name} {{"))
             .nth(1)
@@ -231,15 +260,17 @@ mod tests {
     }
 
     #[test]
-    fn argument_structs_have_the_fields_of_the_header_at_the_same_offsets() {
+    fn argument_structs_have_the_fields_of_the_templates_at_the_same_offsets() {
         for (name, fields) in [
             ("Strides", Strides::FIELDS),
             ("ForwardArgs", ForwardArgs::FIELDS),
             ("StepArgs", StepArgs::FIELDS),
+            ("CopyArgs", CopyArgs::FIELDS),
+            ("CompareArgs", CompareArgs::FIELDS),
         ] {
             let ours: Vec<(String, usize)> =
                 fields.iter().map(|(n, o)| (n.to_string(), *o)).collect();
-            assert_eq!(ours, fields_of_header(name), "{name}");
+            assert_eq!(ours, fields_of_template(name), "{name}");
         }
     }
 

@@ -61,7 +61,7 @@ impl LoadedKernel {
         let launch = rendered.launch;
         let cubin: &Cubin = &outcome.cubin;
         let module = device.module(&cubin.key.identity.digest(), || {
-            Module::load(device, cubin, &launch)
+            Module::load(device, cubin, launch.smem_bytes)
         })?;
         let report = KernelReport {
             launch,

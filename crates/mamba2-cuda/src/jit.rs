@@ -3,7 +3,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Instant, SystemTime};
 
-use mamba2_kernels::Rendered;
+use mamba2_kernels::Source;
 use mamba2_spec::Arch;
 use serde::{Deserialize, Serialize};
 
@@ -142,13 +142,13 @@ impl Jit {
         self.open(&mut state)
     }
 
-    /// The cubin of `rendered` for `arch`. Compiling is logged: it takes seconds.
+    /// The cubin of `source` for `arch`. Compiling is logged: it takes seconds.
     ///
     /// # Errors
     /// [`CudaError::NvrtcMissing`] if it is neither cached nor can be compiled, or whatever [`Nvrtc::compile`] refuses.
-    pub fn cubin(&self, rendered: &Rendered, arch: Arch) -> Result<JitOutcome, CudaError> {
+    pub fn cubin(&self, source: &Source, arch: Arch) -> Result<JitOutcome, CudaError> {
         let started = Instant::now();
-        let outcome = self.find_or_compile(rendered, arch)?;
+        let outcome = self.find_or_compile(source, arch)?;
         let counter = match outcome.origin {
             Origin::Compiled => &self.counters.compiled,
             Origin::Cache => &self.counters.cached,
@@ -157,7 +157,7 @@ impl Jit {
         let count = counter.fetch_add(1, Ordering::Relaxed) + 1;
         if outcome.origin == Origin::Compiled {
             tracing::info!(
-                kernel = %rendered.kernel,
+                kernel = source.entry,
                 seconds = started.elapsed().as_secs_f64(),
                 compiled_so_far = count,
                 "compiled a kernel"
@@ -166,8 +166,8 @@ impl Jit {
         Ok(outcome)
     }
 
-    fn find_or_compile(&self, rendered: &Rendered, arch: Arch) -> Result<JitOutcome, CudaError> {
-        let identity = KernelIdentity::of(rendered, arch, self.options);
+    fn find_or_compile(&self, source: &Source, arch: Arch) -> Result<JitOutcome, CudaError> {
+        let identity = KernelIdentity::of(source, arch, self.options);
         if let Some(cubin) = self.cache.get(&identity, self.wanted()) {
             return Ok(JitOutcome {
                 cubin,
@@ -181,7 +181,7 @@ impl Jit {
             });
         }
         let nvrtc = self.nvrtc()?;
-        let compiled = nvrtc.compile_with(rendered, arch, self.options)?;
+        let compiled = nvrtc.compile_with(source, arch, self.options)?;
         let cubin = Cubin {
             key: KernelKey {
                 identity,

@@ -1,6 +1,6 @@
 use std::fmt::Write;
 
-use mamba2_kernels::Rendered;
+use mamba2_kernels::Source;
 use mamba2_spec::Arch;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -34,10 +34,10 @@ pub struct KernelKey {
 }
 
 impl KernelIdentity {
-    /// Identity of a rendered kernel for `arch`.
-    pub fn of(rendered: &Rendered, arch: Arch, options: CompileOptions) -> KernelIdentity {
+    /// Identity of a kernel for `arch`.
+    pub fn of(source: &Source, arch: Arch, options: CompileOptions) -> KernelIdentity {
         let mut hash = Sha256::new();
-        let entry = (rendered.source_name, rendered.source);
+        let entry = (source.source_name, source.source);
         for (name, text) in mamba2_kernels::HEADERS.iter().chain([&entry]) {
             // Lengths first, so that no two lists of texts give the same stream.
             for part in [name, text] {
@@ -46,9 +46,9 @@ impl KernelIdentity {
             }
         }
         KernelIdentity {
-            kernel: rendered.entry.into(),
+            kernel: source.entry.into(),
             source_digest: hex(&hash.finalize()),
-            config: rendered.config_header.clone(),
+            config: source.config_header.clone(),
             arch: arch.nvrtc_name(),
             options: options.to_list(),
         }

@@ -38,6 +38,7 @@ mod stream;
 mod tensor;
 mod tensor_map;
 mod timer;
+mod tools;
 
 pub use availability::{Availability, DriverInfo, NvrtcInfo, availability};
 pub use cache::{Cubin, CubinCache, DEFAULT_CACHE_BYTES, Pruned, Wanted};
@@ -52,3 +53,4 @@ pub use step::LoadedStep;
 pub use stream::{Event, Graph, Stream};
 pub use tensor::{DeviceTensor, span_bytes};
 pub use timer::{Call, Samples, Timer, TimerPolicy};
+pub use tools::{Compared, Comparer, Compares, Copier};

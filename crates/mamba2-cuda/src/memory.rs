@@ -22,7 +22,7 @@ macro_rules! elements {
     )+};
 }
 
-elements!(u8, i32, f32, bf16, f16);
+elements!(u8, i32, u64, f32, bf16, f16);
 
 struct Allocation {
     device: Device,

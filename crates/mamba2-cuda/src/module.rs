@@ -10,6 +10,27 @@ use crate::{Cubin, CudaError, Device};
 /// Dynamic shared memory beyond this needs opting in.
 const SHARED_MEMORY_WITHOUT_OPTIN_BYTES: usize = 48 * 1024;
 
+/// Blocks of a launch, and what each has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grid {
+    /// Blocks along x; nothing is launched if 0.
+    pub blocks: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Dynamic shared memory of a block.
+    pub smem_bytes: usize,
+}
+
+impl From<&KernelLaunch> for Grid {
+    fn from(launch: &KernelLaunch) -> Grid {
+        Grid {
+            blocks: launch.grid,
+            threads: launch.threads,
+            smem_bytes: launch.smem_bytes,
+        }
+    }
+}
+
 /// A loaded cubin and its one kernel.
 pub(crate) struct Module {
     device: Device,
@@ -34,12 +55,8 @@ impl Drop for Module {
 }
 
 impl Module {
-    /// Loads `cubin` and makes its kernel ready for launches of `launch`'s shared memory, so that no launch loads anything.
-    pub fn load(
-        device: &Device,
-        cubin: &Cubin,
-        launch: &KernelLaunch,
-    ) -> Result<Module, CudaError> {
+    /// Loads `cubin` and makes its kernel ready for launches with that much dynamic shared memory, so that no launch loads anything.
+    pub fn load(device: &Device, cubin: &Cubin, smem_bytes: usize) -> Result<Module, CudaError> {
         let key = &cubin.key;
         let refused = |e: CudaError| match e {
             CudaError::Driver {
@@ -87,13 +104,13 @@ impl Module {
         })
         .map_err(refused)?;
         loaded.local_bytes = local.max(0) as u32;
-        if launch.smem_bytes > SHARED_MEMORY_WITHOUT_OPTIN_BYTES {
+        if smem_bytes > SHARED_MEMORY_WITHOUT_OPTIN_BYTES {
             // SAFETY: the function exists; a value beyond the device's limit is an error of the driver.
             check("cuFuncSetAttribute", unsafe {
                 sys::cuFuncSetAttribute(
                     loaded.function,
                     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    launch.smem_bytes as c_int,
+                    smem_bytes as c_int,
                 )
             })
             .map_err(refused)?;
@@ -109,11 +126,12 @@ impl Module {
     pub unsafe fn launch<A, B>(
         &self,
         stream: &Stream,
-        launch: &KernelLaunch,
+        grid: impl Into<Grid>,
         args: &A,
         more: Option<&B>,
     ) -> Result<(), CudaError> {
-        if launch.grid == 0 {
+        let grid = grid.into();
+        if grid.blocks == 0 {
             return Ok(());
         }
         let more = more.map_or(std::ptr::null(), std::ptr::from_ref);
@@ -125,13 +143,13 @@ impl Module {
         check("cuLaunchKernel", unsafe {
             sys::cuLaunchKernel(
                 self.function,
-                launch.grid,
+                grid.blocks,
                 1,
                 1,
-                launch.threads,
+                grid.threads,
                 1,
                 1,
-                launch.smem_bytes as u32,
+                grid.smem_bytes as u32,
                 stream.raw(),
                 parameters.as_mut_ptr(),
                 std::ptr::null_mut(),

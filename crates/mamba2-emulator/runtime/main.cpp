@@ -1,7 +1,8 @@
 // One kernel, compiled with its config: reads a job (names and numbers) and a memory image, runs the grid, writes the image back.
 //   kernel JOB IMAGE
-// Lines of JOB: a field of ForwardArgs and its values; pointers are offsets into the image plus one, 0 is null. Also: grid, cluster,
-// x_columns (of a box of x), axes (batch, seqlen, nheads, headdim, ngroups, dstate).
+// Lines of JOB: a field of ForwardArgs or StepArgs and its values; pointers are offsets into the image plus one, 0 is null. Also: grid,
+// cluster, x_columns (of a box of x), axes (batch, seqlen or tokens, nheads, headdim, ngroups, dstate). A tool's arguments are 64-bit
+// words, the pointers first: words, and pointers (how many).
 #include "cuda.h"
 
 #include <fstream>
@@ -43,8 +44,9 @@ void three(int64 (&field)[3], const char* name) {
   for (int i = 0; i < 3; ++i) field[i] = static_cast<int64>(number(name, static_cast<std::size_t>(i)));
 }
 
-ForwardArgs forward_args() {
-  ForwardArgs a{};
+// What the kernels of a forward pass and of a decode step share.
+template <typename Args>
+void fill_common(Args& a) {
   pointer(a.x, "x");
   pointer(a.dt, "dt");
   pointer(a.A, "A");
@@ -53,32 +55,60 @@ ForwardArgs forward_args() {
   pointer(a.D, "D");
   pointer(a.z, "z");
   pointer(a.dt_bias, "dt_bias");
-  pointer(a.initial_states, "initial_states");
-  pointer(a.cu_seqlens, "cu_seqlens");
   pointer(a.out, "out");
-  pointer(a.final_states, "final_states");
-  pointer(a.dt_out, "dt_out");
-  pointer(a.da_cumsum, "da_cumsum");
-  pointer(a.state_weight, "state_weight");
-  pointer(a.states, "states");
   strides(a.x_strides, "x_strides");
   strides(a.dt_strides, "dt_strides");
   strides(a.b_strides, "b_strides");
   strides(a.c_strides, "b_strides");
   strides(a.z_strides, "x_strides");
   strides(a.out_strides, "x_strides");
-  three(a.initial_strides, "state_strides");
-  three(a.final_strides, "state_strides");
   a.d_head_stride = static_cast<int64>(number("d_head_stride"));
   a.work_items = static_cast<int64>(number("work_items"));
   a.batch = static_cast<int>(number("axes", 0));
-  a.seqlen = static_cast<int>(number("axes", 1));
   a.nheads = static_cast<int>(number("axes", 2));
+  a.dt_min = static_cast<float>(number("dt_min"));
+  a.dt_max = static_cast<float>(number("dt_max"));
+}
+void fill(ForwardArgs& a) {
+  fill_common(a);
+  pointer(a.initial_states, "initial_states");
+  pointer(a.cu_seqlens, "cu_seqlens");
+  pointer(a.final_states, "final_states");
+  pointer(a.dt_out, "dt_out");
+  pointer(a.da_cumsum, "da_cumsum");
+  pointer(a.state_weight, "state_weight");
+  pointer(a.states, "states");
+  three(a.initial_strides, "state_strides");
+  three(a.final_strides, "state_strides");
+  a.seqlen = static_cast<int>(number("axes", 1));
   a.sequences = static_cast<int>(number("sequences"));
   a.chunk_slots = static_cast<int>(number("chunk_slots"));
   a.chunks_per_row = static_cast<int>(number("chunks_per_row"));
-  a.dt_min = static_cast<float>(number("dt_min"));
-  a.dt_max = static_cast<float>(number("dt_max"));
+}
+void fill(StepArgs& a) {
+  fill_common(a);
+  pointer(a.state, "state");
+  pointer(a.state_batch_indices, "state_batch_indices");
+  three(a.state_strides, "state_strides");
+  a.indices_stride = 1;
+  a.tokens = static_cast<int>(number("axes", 1));
+  a.slots = static_cast<int>(number("slots"));
+}
+template <typename Args>
+void fill(Args& a) {
+  std::vector<int64> words;
+  for (const double word : job["words"]) words.push_back(static_cast<int64>(word));
+  for (std::size_t i = 0; i < static_cast<std::size_t>(number("pointers")); ++i)
+    words[i] = words[i] == 0 ? 0 : reinterpret_cast<int64>(memory + words[i] - 1);
+  if (words.size() * sizeof(int64) != sizeof(Args)) std::abort();
+  std::memcpy(&a, words.data(), sizeof(Args));
+}
+
+// The first parameter of a kernel.
+template <typename Args, typename... More>
+Args first_parameter(void (*)(Args, More...)) {
+  Args a{};
+  fill(a);
   return a;
 }
 
@@ -112,7 +142,7 @@ int main(int, char** arguments) {
   memory = aligned.data() + (1024 - reinterpret_cast<std::uintptr_t>(aligned.data()) % 1024);
   std::copy(image.begin(), image.end(), memory);
 
-  const ForwardArgs args = forward_args();
+  const auto args = first_parameter(&KERNEL);
 #if TAKES_MAPS
   const int groups = static_cast<int>(number("axes", 4)), dstate = static_cast<int>(number("axes", 5));
   TensorMaps maps;

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use mamba2_kernels::Rendered;
+use mamba2_kernels::Source;
 use sha2::{Digest, Sha256};
 
 use crate::Timing;
@@ -93,9 +93,14 @@ impl Compiler {
         })
     }
 
-    /// Compiles a kernel, or finds it compiled.
-    pub(crate) fn compile(&self, rendered: &Rendered, cache: &Path) -> Result<Program, String> {
-        let files = sources(rendered);
+    /// Compiles a kernel, or finds it compiled. `takes_maps`: it takes tensor maps after its arguments.
+    pub(crate) fn compile(
+        &self,
+        source: &Source,
+        takes_maps: bool,
+        cache: &Path,
+    ) -> Result<Program, String> {
+        let files = sources(source, takes_maps);
         let mut digest = Sha256::new();
         for (name, text) in &files {
             digest.update(name.as_bytes());
@@ -108,7 +113,7 @@ impl Compiler {
             .iter()
             .map(|b| format!("{b:02x}"))
             .collect();
-        let folder = cache.join(format!("{}-{name}", rendered.entry));
+        let folder = cache.join(format!("{}-{name}", source.entry));
         let path = folder.join("kernel");
         if path.exists() {
             return Ok(Program { path });
@@ -145,14 +150,14 @@ impl Compiler {
 }
 
 /// The runtime, the templates but for their instruction wrappers, and the kernel.
-fn sources(rendered: &Rendered) -> Vec<(String, String)> {
-    let headers = rendered
+fn sources(source: &Source, takes_maps: bool) -> Vec<(String, String)> {
+    let headers = source
         .headers()
         .into_iter()
         .filter(|(name, _)| !name.starts_with("ptx/"))
         .map(|(name, text)| (name.to_string(), text.to_string()));
     // The one declaration that C++ has no words for: an array without a size, another for each block.
-    let body: Vec<String> = rendered
+    let body: Vec<String> = source
         .source
         .lines()
         .map(|line| {
@@ -165,8 +170,8 @@ fn sources(rendered: &Rendered) -> Vec<(String, String)> {
         .collect();
     let kernel = format!(
         "#define KERNEL {}\n#define TAKES_MAPS {}\n{}\n",
-        rendered.entry,
-        u8::from(rendered.kernel.needs_wgmma()),
+        source.entry,
+        u8::from(takes_maps),
         body.join("\n")
     );
     RUNTIME

@@ -3,6 +3,9 @@
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};
 
+use mamba2_reference::Values;
+use mamba2_spec::DtLimit;
+
 /// Buffers start at multiples of this, as device allocations do.
 const ALIGN: usize = 1024;
 
@@ -43,8 +46,40 @@ pub(crate) struct Job {
 
 impl Job {
     pub fn set<T: Display, const N: usize>(&mut self, name: &'static str, values: [T; N]) {
-        let text: Vec<String> = values.iter().map(ToString::to_string).collect();
+        self.set_all(name, values.into_iter());
+    }
+
+    pub fn set_all<T: Display>(&mut self, name: &'static str, values: impl Iterator<Item = T>) {
+        let text: Vec<String> = values.map(|v| v.to_string()).collect();
         self.fields.insert(name, text.join(" "));
+    }
+
+    /// Adds a tensor to the image and sets its address, or null.
+    pub fn place(&mut self, name: &'static str, values: Option<&Values>, image: &mut Image) {
+        let at = values.map_or(0, |v| image.add(&v.to_le_bytes()) + 1);
+        self.set(name, [at]);
+    }
+
+    /// Sizes, strides of contiguous tensors, and limits. `axes`: batch, seqlen, nheads, headdim, ngroups, dstate.
+    pub fn axes(&mut self, axes: [usize; 6], d: Option<&Values>, limit: DtLimit) {
+        let [_, seqlen, nheads, headdim, ngroups, dstate] = axes;
+        let token = |heads: usize, inner: usize| [seqlen * heads * inner, heads * inner, inner];
+        self.set("axes", axes);
+        self.set("x_strides", token(nheads, headdim));
+        self.set("dt_strides", token(nheads, 1));
+        self.set("b_strides", token(ngroups, dstate));
+        let head = headdim * dstate;
+        self.set("state_strides", [nheads * head, head, dstate]);
+        self.set("d_head_stride", [d.map_or(0, |d| d.len() / nheads.max(1))]);
+        self.set("dt_min", [limit.min]);
+        self.set("dt_max", [limit.max]);
+    }
+
+    /// Blocks without clusters, and their work.
+    pub fn launch(&mut self, blocks: u32, work_items: u64) {
+        self.set("grid", [blocks]);
+        self.set("cluster", [1]);
+        self.set("work_items", [work_items]);
     }
 }
 

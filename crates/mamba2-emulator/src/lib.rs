@@ -16,9 +16,10 @@ mod image;
 
 use std::path::PathBuf;
 
-use mamba2_kernels::render;
-use mamba2_reference::{Generated, Values};
-use mamba2_spec::{DeviceFacts, Dtype, KernelConfig, Problem, StrategyConfig, launch};
+use mamba2_kernels::{Source, render, render_step};
+use mamba2_reference::{Generated, GeneratedStep, Values};
+use mamba2_spec::parameters::StateUpdate;
+use mamba2_spec::{DeviceFacts, Dtype, KernelConfig, Problem, StepProblem, StrategyConfig, launch};
 use rayon::prelude::*;
 
 pub use compiler::Compiler;
@@ -74,8 +75,9 @@ impl Emulator {
         let programs = kernels
             .par_iter()
             .map(|k| {
-                self.compiler
-                    .compile(&render(k, problem, device), &self.cache)
+                let rendered = render(k, problem, device);
+                let takes_maps = rendered.kernel.needs_wgmma();
+                self.compiler.compile(&rendered, takes_maps, &self.cache)
             })
             .collect::<Result<Vec<_>, _>>()?;
         let plan = launch::plan(strategy, problem, device);
@@ -94,8 +96,7 @@ impl Emulator {
             ("dt_bias", inputs.dt_bias.as_ref()),
             ("initial_states", inputs.initial_states.as_ref()),
         ] {
-            let at = values.map_or(0, |v| image.add(&v.to_le_bytes()) + 1);
-            job.set(name, [at]);
+            job.place(name, values, &mut image);
         }
         let offsets: Option<Vec<u8>> = inputs
             .cu_seqlens
@@ -117,28 +118,7 @@ impl Emulator {
         ] {
             job.set(name, [workspace + region.offset_bytes + 1]);
         }
-        let token =
-            |heads: usize, inner: usize| [problem.seqlen * heads * inner, heads * inner, inner];
-        job.set("x_strides", token(problem.nheads, problem.headdim));
-        job.set("dt_strides", token(problem.nheads, 1));
-        job.set("b_strides", token(problem.ngroups, problem.dstate));
-        let head = problem.headdim * problem.dstate;
-        job.set(
-            "state_strides",
-            [problem.nheads * head, head, problem.dstate],
-        );
-        let d_per_head = inputs
-            .d
-            .as_ref()
-            .map_or(0, |d| d.len() / problem.nheads.max(1));
-        job.set("d_head_stride", [d_per_head]);
-        job.set("sequences", [problem.sequences()]);
-        job.set("chunk_slots", [plan.slots]);
-        job.set("chunks_per_row", [plan.slots_per_row]);
-        job.set("dt_min", [problem.dt_limit.min]);
-        job.set("dt_max", [problem.dt_limit.max]);
-        job.set(
-            "axes",
+        job.axes(
             [
                 problem.batch,
                 problem.seqlen,
@@ -147,7 +127,12 @@ impl Emulator {
                 problem.ngroups,
                 problem.dstate,
             ],
+            inputs.d.as_ref(),
+            problem.dt_limit,
         );
+        job.set("sequences", [problem.sequences()]);
+        job.set("chunk_slots", [plan.slots]);
+        job.set("chunks_per_row", [plan.slots_per_row]);
         for ((config, program), launch) in kernels.iter().zip(&programs).zip(&plan.launches) {
             if launch.grid == 0 {
                 continue;
@@ -156,9 +141,8 @@ impl Emulator {
                 KernelConfig::Sm90ClusterForward(c) => c.cluster,
                 _ => 1,
             };
-            job.set("grid", [launch.grid]);
+            job.launch(launch.grid, launch.work_items);
             job.set("cluster", [cluster]);
-            job.set("work_items", [launch.work_items]);
             job.set(
                 "x_columns",
                 [launch.kernel.x_box_columns().unwrap_or_default()],
@@ -176,6 +160,88 @@ impl Emulator {
                 values(dtype, image.bytes(at, state_elems * dtype.size_bytes()))
             }),
         })
+    }
+
+    /// Runs a decode step: `out`, NaN where nothing was stored, and the whole state cache after it.
+    ///
+    /// # Errors
+    /// As [`Emulator::forward`].
+    pub fn step(
+        &self,
+        config: &StateUpdate,
+        problem: &StepProblem,
+        inputs: &GeneratedStep,
+        device: &DeviceFacts,
+    ) -> Result<(Values, Values), String> {
+        let p = problem;
+        let rendered = render_step(config, p, device);
+        let program = self.compiler.compile(&rendered, false, &self.cache)?;
+        let mut image = Image::default();
+        let mut job = Job::default();
+        for (name, values) in [
+            ("x", Some(&inputs.x)),
+            ("dt", Some(&inputs.dt)),
+            ("A", Some(&inputs.a)),
+            ("B", Some(&inputs.b)),
+            ("C", Some(&inputs.c)),
+            ("D", inputs.d.as_ref()),
+            ("z", inputs.z.as_ref()),
+            ("dt_bias", inputs.dt_bias.as_ref()),
+        ] {
+            job.place(name, values, &mut image);
+        }
+        let indices = inputs.state_batch_indices.clone().map(Values::I32);
+        job.place("state_batch_indices", indices.as_ref(), &mut image);
+        let state = image.add(&inputs.state.to_le_bytes());
+        let out_bytes = p.batch * p.tokens * p.nheads * p.headdim * p.dtype.size_bytes();
+        let out = image.poisoned(out_bytes);
+        job.set("state", [state + 1]);
+        job.set("out", [out + 1]);
+        job.set("slots", [p.slots]);
+        job.axes(
+            [p.batch, p.tokens, p.nheads, p.headdim, p.ngroups, p.dstate],
+            inputs.d.as_ref(),
+            p.dt_limit,
+        );
+        job.launch(rendered.launch.grid, rendered.launch.work_items);
+        program
+            .run(&job, &mut image, Timing::Early)
+            .map_err(|e| format!("{config}: {e}"))?;
+        let state_bytes = inputs.state.len() * p.state_dtype.size_bytes();
+        Ok((
+            values(p.dtype, image.bytes(out, out_bytes)),
+            values(p.state_dtype, image.bytes(state, state_bytes)),
+        ))
+    }
+
+    /// Runs a tool on `blocks` blocks. Its parameter is the addresses of `buffers`, null where there is none, and then `words`. Returns
+    /// what the buffers then hold.
+    ///
+    /// # Errors
+    /// As [`Emulator::forward`].
+    pub fn tool(
+        &self,
+        source: &Source,
+        blocks: u32,
+        buffers: &[Option<&[u8]>],
+        words: &[i64],
+    ) -> Result<Vec<Vec<u8>>, String> {
+        let program = self.compiler.compile(source, false, &self.cache)?;
+        let mut image = Image::default();
+        let at: Vec<usize> = buffers
+            .iter()
+            .map(|b| b.map_or(0, |bytes| image.add(bytes) + 1))
+            .collect();
+        let addresses = at.iter().map(|at| *at as i64);
+        let mut job = Job::default();
+        job.set_all("words", addresses.chain(words.iter().copied()));
+        job.set("pointers", [buffers.len()]);
+        job.launch(blocks, 0);
+        program.run(&job, &mut image, Timing::Early)?;
+        let read = |(at, buffer): (&usize, &Option<&[u8]>)| {
+            buffer.map_or_else(Vec::new, |b| image.bytes(at - 1, b.len()).to_vec())
+        };
+        Ok(at.iter().zip(buffers).map(read).collect())
     }
 }
 

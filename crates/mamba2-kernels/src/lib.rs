@@ -71,6 +71,8 @@ const ENTRIES: &[(&str, &str)] = templates![
     "state_update.cu",
 ];
 
+const TOOLS: &[(&str, &str)] = templates!["tool_copy.cu", "tool_compare.cu"];
+
 /// The template of a kernel: file name and text.
 pub fn entry_file(kernel: Kernel) -> (&'static str, &'static str) {
     let name = kernel.name();
@@ -80,11 +82,9 @@ pub fn entry_file(kernel: Kernel) -> (&'static str, &'static str) {
         .expect("every kernel should have a template of its name")
 }
 
-/// A kernel ready for NVRTC.
+/// Text that NVRTC compiles to one kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rendered {
-    /// Which kernel.
-    pub kernel: Kernel,
+pub struct Source {
     /// Name of the `extern "C"` entry function.
     pub entry: &'static str,
     /// File name of the entry template, for diagnostics.
@@ -93,21 +93,40 @@ pub struct Rendered {
     pub source: &'static str,
     /// Text of the generated header, included as [`CONFIG_HEADER`].
     pub config_header: String,
+}
+
+/// A kernel ready for NVRTC: its [`Source`], to which it dereferences, and how it is launched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rendered {
+    /// Which kernel.
+    pub kernel: Kernel,
+    /// What is compiled.
+    pub source: Source,
     /// How the kernel is launched with this config.
     pub launch: KernelLaunch,
 }
 
+impl std::ops::Deref for Rendered {
+    type Target = Source;
+
+    fn deref(&self) -> &Source {
+        &self.source
+    }
+}
+
 impl Rendered {
+    /// SHA-256 in hex over the entry template and every shared header (not the config): the version of the template.
+    pub fn template_digest(&self) -> String {
+        template_digest(self.kernel)
+    }
+}
+
+impl Source {
     /// Every header NVRTC may need: the shared ones and the generated one.
     pub fn headers(&self) -> Vec<(&str, &str)> {
         let mut headers: Vec<(&str, &str)> = HEADERS.to_vec();
         headers.push((CONFIG_HEADER, &self.config_header));
         headers
-    }
-
-    /// SHA-256 in hex over the entry template and every shared header (not the config): the version of the template.
-    pub fn template_digest(&self) -> String {
-        template_digest(self.kernel)
     }
 
     /// Entry and headers as one text, as people want to read it.
@@ -118,6 +137,47 @@ impl Rendered {
         }
         let _ = writeln!(text, "// ==== {}\n{}", self.source_name, self.source);
         text
+    }
+}
+
+/// Kernels that are no part of the operator: they measure and check those that are. Nothing about them is tuned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Tool {
+    /// Copies device memory.
+    Copy,
+    /// Compares two runs' results in guarded memory with each other and with a standard.
+    Compare(Dtype),
+}
+
+impl Tool {
+    /// Every tool.
+    pub const ALL: [Tool; 4] = [
+        Tool::Copy,
+        Tool::Compare(Dtype::Bf16),
+        Tool::Compare(Dtype::F16),
+        Tool::Compare(Dtype::F32),
+    ];
+    /// Threads of a block.
+    pub const THREADS: u32 = 256;
+
+    /// The tool, ready for NVRTC. It runs on any number of blocks of [`Tool::THREADS`] threads, without dynamic shared memory.
+    pub fn render(self, arch: Arch) -> Source {
+        let (entry, at) = match self {
+            Tool::Copy => ("tool_copy", 0),
+            Tool::Compare(_) => ("tool_compare", 1),
+        };
+        let mut header = Header::new(entry, arch);
+        if let Tool::Compare(dtype) = self {
+            header.constant("X_DTYPE", dtype_code(Some(dtype)), DTYPES);
+        }
+        header.constant("THREADS", Tool::THREADS.into(), "threads per block");
+        let (source_name, source) = TOOLS[at];
+        Source {
+            entry,
+            source_name,
+            source,
+            config_header: header.text,
+        }
     }
 }
 
@@ -142,7 +202,7 @@ struct Header {
 }
 
 impl Header {
-    fn new(kernel: Kernel, arch: Arch) -> Header {
+    fn new(kernel: impl std::fmt::Display, arch: Arch) -> Header {
         let mut header = Header {
             text: String::new(),
         };
@@ -186,6 +246,8 @@ impl Header {
     }
 }
 
+const DTYPES: &str = "-1 none, 0 bf16, 1 f16, 2 f32";
+
 fn dtype_code(dtype: Option<Dtype>) -> i64 {
     match dtype {
         None => -1,
@@ -212,7 +274,6 @@ struct Common {
 
 impl Common {
     fn write(&self, header: &mut Header) {
-        const DTYPE: &str = "-1 none, 0 bf16, 1 f16, 2 f32";
         header.constant("HEADDIM", self.headdim as i64, "elements of x per head");
         header.constant("DSTATE", self.dstate as i64, "state size");
         header.constant(
@@ -220,8 +281,8 @@ impl Common {
             (self.nheads / self.ngroups.max(1)) as i64,
             "heads that share B and C",
         );
-        header.constant("X_DTYPE", dtype_code(Some(self.dtype)), DTYPE);
-        header.constant("DT_DTYPE", dtype_code(Some(self.dt_dtype)), DTYPE);
+        header.constant("X_DTYPE", dtype_code(Some(self.dtype)), DTYPES);
+        header.constant("DT_DTYPE", dtype_code(Some(self.dt_dtype)), DTYPES);
         let d = match self.d {
             DKind::None => 0,
             DKind::PerHead => 1,
@@ -334,10 +395,12 @@ fn rendered(kernel: Kernel, header: Header, launch: KernelLaunch) -> Rendered {
     let (source_name, source) = entry_file(kernel);
     Rendered {
         kernel,
-        entry: kernel.name(),
-        source_name,
-        source,
-        config_header: header.text,
+        source: Source {
+            entry: kernel.name(),
+            source_name,
+            source,
+            config_header: header.text,
+        },
         launch,
     }
 }

@@ -34,12 +34,14 @@ impl Target {
         }
     }
 
-    /// Device memory that inputs and outputs take, without workspace.
+    /// Device memory that inputs and outputs take while configs are verified, without workspace. Outputs are there four times: what a
+    /// run leaves, what the run before left, what was there before, and what the default config left.
     pub fn tensor_bytes(&self) -> u64 {
-        match self {
-            Target::Forward(p) => Limit::of(p).bytes as u64,
-            Target::Step(p) => state_bytes(p, p.slots) as u64,
-        }
+        let bytes = match self {
+            Target::Forward(p) => Limit::of(p).bytes,
+            Target::Step(p) => state_bytes(p, p.slots),
+        };
+        (4.0 * bytes) as u64
     }
 
     /// Sequences and tokens of the shape are positive, so that there is something to time.
@@ -281,7 +283,7 @@ mod tests {
             .unwrap();
         assert_eq!(Target::Step(step).tensor_bytes(), u64::MAX);
         let small = Target::Step("b=2,h=3,p=4,g=1,n=5".parse().unwrap());
-        assert_eq!(small.tensor_bytes(), 2 * 3 * 4 * 5 * 4);
+        assert_eq!(small.tensor_bytes(), 4 * 2 * 3 * 4 * 5 * 4);
     }
 
     #[test]

@@ -182,7 +182,8 @@ fn every_decode_config_is_right_in_every_dtype() {
             (problem.slots, problem.indices, problem.tokens) = (9, true, 2);
             let made = generate_step(&problem, 1, Pattern::Model);
             let oracle = Oracle::step(&problem, &made);
-            let trial = StepTrial::new(&gpu.device, &problem, &made, Placement::Exact).unwrap();
+            let trial =
+                StepTrial::new(&gpu.device, &gpu.jit, &problem, &made, Placement::Exact).unwrap();
             let all = rules::legal_step_configs(&problem, gpu.device.facts());
             let chosen = spread(all.into_iter().map(Candidate::Step).collect(), subset());
             for (candidate, compiled) in chosen

@@ -801,8 +801,8 @@ fn run_step(
     made: &mamba2_reference::GeneratedStep,
     placement: Placement,
 ) -> Result<mamba2_tuner::gpu::Run, Failure> {
-    let trial =
-        StepTrial::new(&gpu.device, problem, made, placement).map_err(|e| failure_of(&e))?;
+    let trial = StepTrial::new(&gpu.device, &gpu.jit, problem, made, placement)
+        .map_err(|e| failure_of(&e))?;
     let config = rules::default_step(problem, gpu.device.facts()).unwrap();
     let loaded =
         LoadedStep::load(&gpu.device, &gpu.jit, problem, &config).map_err(|e| failure_of(&e))?;

@@ -5,8 +5,8 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use mamba2_cuda::Nvrtc;
-use mamba2_kernels::{Rendered, render, render_step};
+use mamba2_cuda::{Nvrtc, gate_fault};
+use mamba2_kernels::{Rendered, Tool, render, render_step};
 use mamba2_spec::parameters::StateUpdate;
 use mamba2_spec::rules::{RULES, check_kernel, check_step_config};
 use mamba2_spec::{
@@ -264,6 +264,25 @@ fn check_rules(nvrtc: &Nvrtc) -> Vec<String> {
         .collect()
 }
 
+/// Every tool on every architecture, by the same measure as the kernels.
+fn check_tools(nvrtc: &Nvrtc) -> Vec<String> {
+    let check = |tool: Tool, arch: Arch| -> Result<(), String> {
+        let compiled = nvrtc
+            .compile(&tool.render(arch), arch)
+            .map_err(|e| e.to_string())?;
+        let limit = arch.shared_memory_optin_bytes();
+        match gate_fault(compiled.resources, Tool::THREADS, 0, limit) {
+            Some(fault) => Err(format!("{tool:?} on {arch}: {fault}")),
+            None => Ok(()),
+        }
+    };
+    Arch::GATED
+        .into_par_iter()
+        .flat_map_iter(|arch| Tool::ALL.map(|tool| (tool, arch)))
+        .filter_map(|(tool, arch)| check(tool, arch).err())
+        .collect()
+}
+
 /// Compiles the covering sets of some kernels or, if none is named, of all.
 ///
 /// # Errors
@@ -324,8 +343,8 @@ pub fn run(kernels: &[&str]) -> Result<(), String> {
         .collect();
     report(&sets, &registers);
     let mut faults: Vec<&String> = registers.iter().filter_map(|r| r.as_ref().err()).collect();
-    let disagreements = check_rules(&nvrtc);
-    faults.extend(&disagreements);
+    let others = [check_tools(&nvrtc), check_rules(&nvrtc)].concat();
+    faults.extend(&others);
     for fault in &faults {
         eprintln!("gate: {fault}");
     }
@@ -387,7 +406,7 @@ mod tests {
             let (cases, _) = covering_cases(kernel, &device);
             let texts: Vec<String> = cases
                 .iter()
-                .map(|c| c.render(&device).config_header)
+                .map(|c| c.render(&device).source.config_header)
                 .collect();
             let usable: Vec<_> = KernelConfig::space(kernel)
                 .into_iter()

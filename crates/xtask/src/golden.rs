@@ -58,7 +58,7 @@ pub fn headers() -> Result<Vec<(PathBuf, String)>, String> {
         kernels.sort_by_key(|k| k.kernel());
         kernels.dedup_by_key(|k| k.kernel());
         for config in kernels {
-            let header = render(&config, &problem, &device).config_header;
+            let header = render(&config, &problem, &device).source.config_header;
             files.push((
                 folder().join(format!("{name}.{}.cuh", config.kernel())),
                 header,
@@ -70,7 +70,7 @@ pub fn headers() -> Result<Vec<(PathBuf, String)>, String> {
         let config = rules::default_step(&problem, &device).map_err(|e| format!("{name}: {e}"))?;
         files.push((
             folder().join(format!("{name}.state_update.cuh")),
-            render_step(&config, &problem, &device).config_header,
+            render_step(&config, &problem, &device).source.config_header,
         ));
     }
     Ok(files)

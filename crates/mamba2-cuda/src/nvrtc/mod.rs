@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use mamba2_kernels::Rendered;
+use mamba2_kernels::{Rendered, Source};
 use mamba2_spec::Arch;
 use serde::{Deserialize, Serialize};
 
@@ -126,21 +126,21 @@ impl Nvrtc {
         })
     }
 
-    /// Compiles a rendered kernel for `arch`, with the default options.
+    /// Compiles a kernel for `arch`, with the default options.
     ///
     /// # Errors
     /// [`CudaError::Compile`] with the compiler's log, [`CudaError::UnsupportedArch`], or [`CudaError::Nvrtc`].
-    pub fn compile(&self, rendered: &Rendered, arch: Arch) -> Result<Compiled, CudaError> {
-        self.compile_with(rendered, arch, CompileOptions::default())
+    pub fn compile(&self, source: &Source, arch: Arch) -> Result<Compiled, CudaError> {
+        self.compile_with(source, arch, CompileOptions::default())
     }
 
-    /// Compiles a rendered kernel for `arch`.
+    /// Compiles a kernel for `arch`.
     ///
     /// # Errors
     /// As [`Nvrtc::compile`].
     pub fn compile_with(
         &self,
-        rendered: &Rendered,
+        source: &Source,
         arch: Arch,
         options: CompileOptions,
     ) -> Result<Compiled, CudaError> {
@@ -152,12 +152,10 @@ impl Nvrtc {
         if self.version() >= FIRST_WITH_A_CACHE {
             list.push("--no-cache".into());
         }
-        match self.library.compile(
-            rendered.source_name,
-            rendered.source,
-            &rendered.headers(),
-            &list,
-        )? {
+        match self
+            .library
+            .compile(source.source_name, source.source, &source.headers(), &list)?
+        {
             Outcome::Compiled { cubin, log } => Ok(Compiled {
                 cubin,
                 resources: Resources::from_log(&log),
@@ -165,8 +163,8 @@ impl Nvrtc {
                 target,
             }),
             Outcome::Refused { log } => Err(CudaError::Compile {
-                kernel: rendered.entry.into(),
-                source_name: rendered.source_name.into(),
+                kernel: source.entry.into(),
+                source_name: source.source_name.into(),
                 compiler: format!("NVRTC {}, options {}", self.version(), list.join(" ")),
                 log,
             }),
@@ -182,7 +180,8 @@ impl Nvrtc {
         let compiled = self.compile(rendered, arch)?;
         match gate_fault(
             compiled.resources,
-            &rendered.launch,
+            rendered.launch.threads,
+            rendered.launch.smem_bytes,
             arch.shared_memory_optin_bytes(),
         ) {
             None => Ok(compiled),
@@ -208,7 +207,8 @@ const REGISTERS: u32 = 65536;
 /// What the compile gate has against a kernel of these resources, if anything.
 pub fn gate_fault(
     resources: Option<Resources>,
-    launch: &mamba2_spec::launch::KernelLaunch,
+    threads: u32,
+    smem_bytes: usize,
     shared_memory_optin_bytes: usize,
 ) -> Option<String> {
     let Some(r) = resources else {
@@ -220,19 +220,19 @@ pub fn gate_fault(
             r.spill_store_bytes, r.spill_load_bytes, r.registers
         ));
     }
-    let shared = r.shared_bytes as usize + launch.smem_bytes;
+    let shared = r.shared_bytes as usize + smem_bytes;
     if shared > shared_memory_optin_bytes {
         return Some(format!(
             "shared memory: expected at most {shared_memory_optin_bytes} bytes, got {} static and {} dynamic",
-            r.shared_bytes, launch.smem_bytes
+            r.shared_bytes, smem_bytes
         ));
     }
     // Registers are given to warps in units of 256, that is 8 a thread.
-    let registers = r.registers.next_multiple_of(8) * launch.threads;
+    let registers = r.registers.next_multiple_of(8) * threads;
     (registers > REGISTERS).then(|| {
         format!(
             "{} registers a thread times {} threads: expected at most {REGISTERS}",
-            r.registers, launch.threads
+            r.registers, threads
         )
     })
 }
@@ -270,8 +270,6 @@ pub(crate) fn loaded_library_path(stem: &str) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mamba2_spec::Kernel;
-    use mamba2_spec::launch::KernelLaunch;
 
     #[test]
     fn i4_an_architecture_between_supported_ones_takes_the_older_of_its_major_version() {
@@ -315,40 +313,30 @@ mod tests {
 
     #[test]
     fn the_gate_refuses_spills_shared_memory_and_register_overflow() {
-        let launch = KernelLaunch {
-            kernel: Kernel::ComputeOut,
-            grid: 1,
-            threads: 256,
-            smem_bytes: 90 * 1024,
-            work_items: 1,
-        };
+        let smem_bytes = 90 * 1024;
         let good = Resources {
             registers: 255,
             shared_bytes: 1024,
             ..Default::default()
         };
-        assert_eq!(gate_fault(Some(good), &launch, 99 * 1024), None);
-        assert!(gate_fault(None, &launch, 99 * 1024).is_some());
+        assert_eq!(gate_fault(Some(good), 256, smem_bytes, 99 * 1024), None);
+        assert!(gate_fault(None, 256, smem_bytes, 99 * 1024).is_some());
         let spill = Resources {
             spill_load_bytes: 4,
             ..good
         };
         assert!(
-            gate_fault(Some(spill), &launch, 99 * 1024)
+            gate_fault(Some(spill), 256, smem_bytes, 99 * 1024)
                 .expect("fault")
                 .contains("spill")
         );
         assert!(
-            gate_fault(Some(good), &launch, 90 * 1024)
+            gate_fault(Some(good), 256, smem_bytes, 90 * 1024)
                 .expect("fault")
                 .contains("shared memory")
         );
-        let wide = KernelLaunch {
-            threads: 288,
-            ..launch
-        };
         assert!(
-            gate_fault(Some(good), &wide, 99 * 1024)
+            gate_fault(Some(good), 288, smem_bytes, 99 * 1024)
                 .expect("fault")
                 .contains("registers")
         );

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 
 use mamba2_cuda::{Compiled, Cubin, KernelIdentity, KernelKey, Nvrtc, NvrtcVersion};
-use mamba2_kernels::Rendered;
+use mamba2_kernels::{Rendered, Source};
 use mamba2_spec::launch::KernelLaunch;
 use mamba2_spec::{Arch, Kernel};
 
@@ -25,10 +25,12 @@ pub fn nvrtc() -> Option<Nvrtc> {
 pub fn tiny(source: &'static str, smem_bytes: usize) -> Rendered {
     Rendered {
         kernel: Kernel::ChunkCumsum,
-        entry: "tiny",
-        source_name: "tests/tiny.cu",
-        source,
-        config_header: "constexpr int SCALE = 3; // for tests\n".into(),
+        source: Source {
+            entry: "tiny",
+            source_name: "tests/tiny.cu",
+            source,
+            config_header: "constexpr int SCALE = 3; // for tests\n".into(),
+        },
         launch: KernelLaunch {
             kernel: Kernel::ChunkCumsum,
             grid: 1,

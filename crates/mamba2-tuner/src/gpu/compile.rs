@@ -82,7 +82,8 @@ pub fn compile_kernel(
     let resources = outcome.cubin.compiled.resources;
     match gate_fault(
         resources,
-        &rendered.launch,
+        rendered.launch.threads,
+        rendered.launch.smem_bytes,
         device.shared_memory_optin_bytes,
     ) {
         Some(fault) => Err(Failure::new(

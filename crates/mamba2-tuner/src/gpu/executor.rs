@@ -8,15 +8,14 @@ use mamba2_cuda::{
 };
 use mamba2_reference::{Bounds, Pattern, generate, generate_step};
 use mamba2_spec::{
-    DeviceFacts, Dtype, ForwardInputs, ForwardOutputs, Kernel, KernelConfig, Problem, StepInputs,
+    DeviceFacts, ForwardInputs, ForwardOutputs, Kernel, KernelConfig, Problem, StepInputs,
     StepOutputs, StepProblem, StrategyConfig, rules,
 };
 
-use super::compare::relative_frobenius;
 use super::compile::{compile_all, conditions, of_kernel};
 use super::output::Scratch;
 use super::place::Placement;
-use super::trial::{ForwardTrial, Oracle, Run, StepTrial, failure_of};
+use super::trial::{Distance, ForwardTrial, Oracle, Standard, StepTrial, failure_of};
 use super::twin;
 use crate::executor::{
     Check, Compiled, Conditions, Executor, Failure, FailureKind, Rounds, Verified,
@@ -50,8 +49,8 @@ struct Prepared {
     twins: HashMap<usize, Twin>,
     real: Option<Real>,
     scratch: Option<Scratch>,
-    /// Outputs of the standard on the real shape.
-    standard: Option<(Candidate, Run)>,
+    /// Outputs of the standard on the real shape, on the device.
+    standard: Option<(Candidate, Standard)>,
     /// Candidates loaded lately, by whether for the twin. Each is used three times in a row: verified, looked at, measured.
     loaded: HashMap<(bool, Candidate), Arc<Loaded>>,
 }
@@ -146,7 +145,8 @@ impl GpuExecutor {
                     let mut made = generate(&twin, SEED, PATTERN);
                     let oracle = Oracle::forward(&twin, &made);
                     made.poison_tail(&twin);
-                    let trial = ForwardTrial::new(&self.device, &twin, &made, Placement::Exact)?;
+                    let trial =
+                        ForwardTrial::new(&self.device, &self.jit, &twin, &made, Placement::Exact)?;
                     twins.insert(twin.seqlen, Twin::Forward(trial, oracle));
                 }
             }
@@ -154,7 +154,8 @@ impl GpuExecutor {
                 let twin = twin::of_step(problem);
                 let made = generate_step(&twin, SEED, PATTERN);
                 let oracle = Oracle::step(&twin, &made);
-                let trial = StepTrial::new(&self.device, &twin, &made, Placement::Exact)?;
+                let trial =
+                    StepTrial::new(&self.device, &self.jit, &twin, &made, Placement::Exact)?;
                 twins.insert(twin_length(target, None), Twin::Step(trial, oracle));
             }
         }
@@ -167,6 +168,7 @@ impl GpuExecutor {
                 let made = generate(problem, SEED, PATTERN);
                 Real::Forward(ForwardTrial::new(
                     &self.device,
+                    &self.jit,
                     problem,
                     &made,
                     Placement::Exact,
@@ -176,6 +178,7 @@ impl GpuExecutor {
                 let made = generate_step(problem, SEED, PATTERN);
                 Real::Step(StepTrial::new(
                     &self.device,
+                    &self.jit,
                     problem,
                     &made,
                     Placement::Exact,
@@ -310,7 +313,8 @@ impl GpuExecutor {
         prepared: &mut Prepared,
         target: &Target,
         candidate: &Candidate,
-    ) -> Result<Run, Failure> {
+        standard: Option<&Standard>,
+    ) -> Result<Distance, Failure> {
         let Prepared {
             real,
             scratch,
@@ -325,9 +329,11 @@ impl GpuExecutor {
             (Real::Forward(trial), Loaded::Forward(loaded)) => {
                 let bytes = loaded.plan().workspace.total_bytes;
                 let scratch = self.scratch(scratch, bytes).map_err(|e| self.failure(&e))?;
-                trial.run_twice(loaded, &self.stream, scratch)
+                trial.check_twice(loaded, &self.stream, scratch, standard)
             }
-            (Real::Step(trial), Loaded::Step(loaded)) => trial.run_twice(loaded, &self.stream),
+            (Real::Step(trial), Loaded::Step(loaded)) => {
+                trial.check_twice(loaded, &self.stream, standard)
+            }
             _ => Err(mismatch()),
         }
     }
@@ -339,23 +345,25 @@ impl GpuExecutor {
         candidate: &Candidate,
         against: &Candidate,
     ) -> Result<Verified, Failure> {
-        if prepared
-            .standard
-            .as_ref()
-            .is_none_or(|(standard, _)| standard != against)
-        {
-            let run = self.run_real(prepared, target, against)?;
-            prepared.standard = Some((*against, run));
-        }
+        let known = prepared.standard.take();
+        let standard = match known.filter(|(standard, _)| standard == against) {
+            Some((_, standard)) => standard,
+            None => {
+                self.run_real(prepared, target, against, None)?;
+                let copied = match prepared.real.as_ref() {
+                    Some(Real::Forward(trial)) => trial.standard(&self.stream),
+                    Some(Real::Step(trial)) => trial.standard(&self.stream),
+                    None => return Err(mismatch()),
+                };
+                copied.map_err(|e| self.failure(&e))?
+            }
+        };
+        prepared.standard = Some((*against, standard.clone()));
         if candidate == against {
             return Ok(Verified::default());
         }
-        let run = self.run_real(prepared, target, candidate)?;
-        let (_, standard) = prepared
-            .standard
-            .as_ref()
-            .expect("the standard was just made");
-        compare_runs(target, &run, standard)
+        let distance = self.run_real(prepared, target, candidate, Some(&standard))?;
+        near_enough(target, distance)
     }
 
     /// Times candidates that leave the same kind of data in the workspace.
@@ -471,18 +479,15 @@ fn timed_call<'a>(
 }
 
 /// Two right results of one shape differ by at most twice the bound: each may be off by one.
-fn compare_runs(target: &Target, run: &Run, standard: &Run) -> Result<Verified, Failure> {
-    let (bounds, dtype, states_dtype) = match target {
-        Target::Forward(p) => (Bounds::of(p), p.dtype, p.final_states.unwrap_or(Dtype::F32)),
-        Target::Step(p) => (Bounds::of_step(p), p.dtype, p.state_dtype),
+fn near_enough(target: &Target, distance: Distance) -> Result<Verified, Failure> {
+    let bounds = match target {
+        Target::Forward(p) => Bounds::of(p),
+        Target::Step(p) => Bounds::of_step(p),
     };
-    let used = used_bytes(target, run.out.len());
-    let out_error = relative_frobenius(&run.out[..used], &standard.out[..used], dtype);
-    let states_error = relative_frobenius(&run.states, &standard.states, states_dtype);
     let mut faults = Vec::new();
     for (name, error, bound) in [
-        ("out", out_error, 2.0 * bounds.out),
-        ("states", states_error, 2.0 * bounds.states),
+        ("out", distance.out, 2.0 * bounds.out),
+        ("states", distance.states, 2.0 * bounds.states),
     ] {
         if error > bound {
             faults.push(format!("{name}: expected at most {bound:.1e} from the standard config on the shape itself, got {error:.1e}"));
@@ -490,24 +495,11 @@ fn compare_runs(target: &Target, run: &Run, standard: &Run) -> Result<Verified, 
     }
     if faults.is_empty() {
         return Ok(Verified {
-            out_error,
-            states_error,
+            out_error: distance.out,
+            states_error: distance.states,
         });
     }
     Err(Failure::new(FailureKind::Wrong, faults.join("; ")))
-}
-
-/// Bytes of `out` that belong to sequences: the rest is poison by right.
-fn used_bytes(target: &Target, all: usize) -> usize {
-    match target {
-        Target::Forward(p) if p.packed.is_some() => {
-            let cu = mamba2_reference::default_cu_seqlens(p.seqlen, p.sequences(), SEED);
-            cu.last().map_or(0, |last| {
-                *last as usize * p.nheads * p.headdim * p.dtype.size_bytes()
-            })
-        }
-        _ => all,
-    }
 }
 
 /// What candidates must share so that one's intermediate results serve the other as input.

@@ -9,10 +9,10 @@ pub mod place;
 mod trial;
 mod twin;
 
-pub use compare::{decode, relative_frobenius};
+pub use compare::decode;
 pub use compile::{CompileExecutor, compile_kernel};
 pub use executor::GpuExecutor;
 pub use output::{CANARY, GUARD_BYTES, Output, POISON, Scratch};
 pub use place::Placement;
-pub use trial::{ForwardTrial, Oracle, Run, StepTrial, failure_of};
+pub use trial::{Distance, ForwardTrial, Oracle, Run, Standard, StepTrial, failure_of};
 pub use twin::{of_forward as twin_of_forward, of_step as twin_of_step};

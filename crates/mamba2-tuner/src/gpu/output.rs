@@ -1,4 +1,6 @@
-use mamba2_cuda::{CudaError, Device, DeviceBuffer, DeviceTensor};
+use mamba2_cuda::{
+    Compared, Comparer, Compares, CudaError, Device, DeviceBuffer, DeviceTensor, Jit, Stream,
+};
 use mamba2_spec::TensorMeta;
 
 use super::layout::{elem_bytes, for_each_run, gather, scatter, span_bytes};
@@ -10,22 +12,22 @@ pub const CANARY: u8 = 0xA5;
 /// Every byte of an output before a call: NaN in bf16, f16 and f32.
 pub const POISON: u8 = 0xFF;
 
-/// Device memory of one output, between guards. Each run starts from the same image.
+/// Device memory of one output of four axes, between guards. Each run starts from the same image. Checks are made on the device:
+/// outputs of real shapes take hundreds of megabytes.
 pub struct Output {
     name: &'static str,
     buffer: DeviceBuffer,
-    image: Vec<u8>,
+    image: DeviceBuffer,
+    /// What the run before the last left.
+    kept: DeviceBuffer,
     offset_bytes: usize,
     view: DeviceTensor,
     meta: TensorMeta,
-}
-
-/// What a call left in an [`Output`].
-pub struct Written {
-    /// Dense elements, row-major.
-    pub dense: Vec<u8>,
-    /// What was written outside the elements, if anything.
-    pub outside: Option<String>,
+    /// The part of the view that a call writes.
+    extents: [usize; 4],
+    /// A number for each row of the first axis; a call leaves alone those with a negative one.
+    skipped: Option<DeviceBuffer>,
+    comparer: Comparer,
 }
 
 impl Output {
@@ -35,11 +37,12 @@ impl Output {
     /// [`CudaError`], also for lack of memory.
     pub fn poisoned(
         device: &Device,
+        jit: &Jit,
         name: &'static str,
         meta: TensorMeta,
         lead_elems: usize,
     ) -> Result<Output, CudaError> {
-        Output::make(device, name, meta, lead_elems, None)
+        Output::make(device, jit, name, meta, lead_elems, None)
     }
 
     /// A tensor that is updated in place, holding `dense` before each call.
@@ -48,16 +51,18 @@ impl Output {
     /// As [`Output::poisoned`].
     pub fn holding(
         device: &Device,
+        jit: &Jit,
         name: &'static str,
         meta: TensorMeta,
         lead_elems: usize,
         dense: &[u8],
     ) -> Result<Output, CudaError> {
-        Output::make(device, name, meta, lead_elems, Some(dense))
+        Output::make(device, jit, name, meta, lead_elems, Some(dense))
     }
 
     fn make(
         device: &Device,
+        jit: &Jit,
         name: &'static str,
         meta: TensorMeta,
         lead_elems: usize,
@@ -71,18 +76,36 @@ impl Output {
                 image[offset_bytes + at..offset_bytes + at + bytes].fill(POISON)
             }),
         }
-        let buffer = device.alloc(image.len())?;
+        let buffer = device.upload(&image)?;
         let view = DeviceTensor::new(&buffer, offset_bytes, meta)?;
-        let output = Output {
+        let dtype = meta.dtype.expect("outputs should be of float dtypes");
+        Ok(Output {
             name,
             buffer,
-            image,
+            image: device.upload(&image)?,
+            kept: device.alloc(image.len())?,
             offset_bytes,
             view,
             meta,
-        };
-        output.reset()?;
-        Ok(output)
+            extents: four(meta.shape()),
+            skipped: None,
+            comparer: Comparer::load(device, jit, dtype)?,
+        })
+    }
+
+    /// The same output, of which a call writes the first `tokens` of the second axis and no more.
+    pub fn of_tokens(mut self, tokens: usize) -> Output {
+        self.extents[1] = tokens;
+        self
+    }
+
+    /// The same output, of which a call leaves the rows alone that have a negative index.
+    ///
+    /// # Errors
+    /// As [`Output::poisoned`].
+    pub fn of_rows(mut self, indices: &[i32]) -> Result<Output, CudaError> {
+        self.skipped = Some(self.buffer.device().upload(indices)?);
+        Ok(self)
     }
 
     /// The view to pass to a call.
@@ -90,45 +113,80 @@ impl Output {
         self.view.clone()
     }
 
-    /// Puts poison (or the content) and canaries back.
+    /// Enqueues that poison (or the content) and canaries are put back.
     ///
     /// # Errors
     /// A driver error.
-    pub fn reset(&self) -> Result<(), CudaError> {
-        self.buffer.write(0, &self.image)
+    pub fn reset(&self, stream: &Stream) -> Result<(), CudaError> {
+        self.buffer.copy_from(stream, &self.image)
     }
 
-    /// Reads what finished work left.
+    /// Enqueues that what a run left is kept, to be compared with what the next leaves.
     ///
     /// # Errors
     /// A driver error.
-    pub fn read(&self) -> Result<Written, CudaError> {
-        let mut now = vec![0u8; self.image.len()];
-        self.buffer.read(0, &mut now)?;
-        Ok(Written {
-            dense: gather(&now, self.offset_bytes, &self.meta),
-            outside: self.outside(now),
-        })
+    pub fn keep(&self, stream: &Stream) -> Result<(), CudaError> {
+        self.kept.copy_from(stream, &self.buffer)
     }
 
-    /// The first byte that is no element and changed.
-    fn outside(&self, mut now: Vec<u8>) -> Option<String> {
-        // Elements may be anything: take them out of the comparison.
-        for_each_run(&self.meta, |at, bytes| {
-            let range = self.offset_bytes + at..self.offset_bytes + at + bytes;
-            now[range.clone()].copy_from_slice(&self.image[range]);
-        });
-        if now == self.image {
-            return None;
-        }
-        let at = now.iter().zip(&self.image).position(|(a, b)| a != b)?;
-        let relative = at as i64 - self.offset_bytes as i64;
+    /// Enqueues a copy of what a run left, and returns where it will be.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn copy(&self, stream: &Stream) -> Result<DeviceBuffer, CudaError> {
+        let copy = self.buffer.device().alloc(self.buffer.bytes())?;
+        copy.copy_from(stream, &self.buffer)?;
+        Ok(copy)
+    }
+
+    /// Compares what the last run left with the image, with what was kept and with a [`Output::copy`] of an output like this one.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn compare(
+        &self,
+        stream: &Stream,
+        standard: Option<&DeviceBuffer>,
+    ) -> Result<Compared, CudaError> {
+        self.comparer.compare(
+            stream,
+            &Compares {
+                first: &self.kept,
+                second: &self.buffer,
+                image: &self.image,
+                standard,
+                skipped: self.skipped.as_ref(),
+                lead: self.offset_bytes / elem_bytes(&self.meta),
+                shape: self.extents,
+                strides: four(self.meta.strides()),
+            },
+        )
+    }
+
+    /// In words, where something was written that is no element for a call to write.
+    pub fn outside(&self, compared: &Compared) -> Option<String> {
+        let byte = compared.outside? * elem_bytes(&self.meta);
+        let relative = byte as i64 - self.offset_bytes as i64;
         Some(format!(
-            "{}: byte {relative} of {} was written",
+            "{}: byte {relative} of {} was written, which is no element or of a row or tail to be left alone",
             self.name,
             span_bytes(&self.meta)
         ))
     }
+
+    /// Downloads the elements that finished work left: dense, row-major.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn read(&self) -> Result<Vec<u8>, CudaError> {
+        let mut now = vec![0u8; self.buffer.bytes()];
+        self.buffer.read(0, &mut now)?;
+        Ok(gather(&now, self.offset_bytes, &self.meta))
+    }
+}
+
+fn four(axes: &[usize]) -> [usize; 4] {
+    axes.try_into().expect("outputs should have four axes")
 }
 
 /// Scratch memory of a call, poisoned before each run, with a guard behind it.
@@ -163,7 +221,7 @@ impl Scratch {
     ///
     /// # Errors
     /// A driver error.
-    pub fn reset(&self, stream: &mamba2_cuda::Stream, used: usize) -> Result<(), CudaError> {
+    pub fn reset(&self, stream: &Stream, used: usize) -> Result<(), CudaError> {
         self.buffer.fill(stream, POISON)?;
         stream.synchronize()?;
         self.buffer.write(used, &[CANARY; GUARD_BYTES])

@@ -1,6 +1,8 @@
 //! Runs of one problem on the device into poisoned, guarded outputs.
 
-use mamba2_cuda::{CudaError, Device, DeviceTensor, LoadedForward, LoadedStep, Stream};
+use mamba2_cuda::{
+    CudaError, Device, DeviceBuffer, DeviceTensor, Jit, LoadedForward, LoadedStep, Stream,
+};
 use mamba2_reference::{
     Bounds, ErrorReport, Generated, GeneratedStep, recurrence, step as step_oracle,
 };
@@ -9,7 +11,7 @@ use mamba2_spec::{
 };
 
 use super::compare::decode;
-use super::output::{Output, POISON, Scratch};
+use super::output::{Output, Scratch};
 use super::place::{self, Placement};
 use crate::executor::{Failure, FailureKind, Verified};
 
@@ -36,40 +38,133 @@ pub struct Run {
     pub states: Vec<u8>,
 }
 
+/// Results of a run that stay on the device, for others to be held against.
+#[derive(Clone, Debug)]
+pub struct Standard {
+    out: DeviceBuffer,
+    states: Option<DeviceBuffer>,
+}
+
+/// Relative distances (2-norms) from a [`Standard`]; zero without one.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Distance {
+    /// Of `out`.
+    pub out: f64,
+    /// Of the states.
+    pub states: f64,
+}
+
+/// Outputs of a call, in guarded memory.
+struct Outputs {
+    out: Output,
+    states: Option<Output>,
+}
+
+impl Outputs {
+    fn each(&self, f: impl FnMut(&Output) -> Result<(), CudaError>) -> Result<(), CudaError> {
+        [&self.out].into_iter().chain(&self.states).try_for_each(f)
+    }
+
+    /// Makes a call twice on the same memory. `call` returns what it wrote outside its workspace. Nothing is downloaded.
+    fn twice(
+        &self,
+        stream: &Stream,
+        standard: Option<&Standard>,
+        call: impl Fn() -> Result<Option<String>, CudaError>,
+    ) -> Result<Distance, Failure> {
+        let run = || {
+            self.each(|o| o.reset(stream))?;
+            call()
+        };
+        let both = || {
+            let first = run()?;
+            self.each(|o| o.keep(stream))?;
+            let workspace = first.or(run()?);
+            let out = self.out.compare(stream, standard.map(|s| &s.out))?;
+            let of_states = standard.and_then(|s| s.states.as_ref());
+            let states = self.states.as_ref().map(|o| o.compare(stream, of_states));
+            Ok((workspace, out, states.transpose()?))
+        };
+        let (workspace, out, states) = both().map_err(|e: CudaError| failure_of(&e))?;
+        let outside_states = self.states.as_ref().zip(states.as_ref());
+        let outside = self
+            .out
+            .outside(&out)
+            .or(workspace)
+            .or_else(|| outside_states.and_then(|(o, compared)| o.outside(compared)));
+        if let Some(text) = outside {
+            return Err(Failure::new(FailureKind::OutOfBounds, text));
+        }
+        let states = states.unwrap_or_default();
+        if out.differing + states.differing > 0 {
+            let text = format!(
+                "two runs differ in {} elements of out and {} of the states",
+                out.differing, states.differing
+            );
+            return Err(Failure::new(FailureKind::Unstable, text));
+        }
+        Ok(Distance {
+            out: out.relative_frobenius(),
+            states: states.relative_frobenius(),
+        })
+    }
+
+    fn standard(&self, stream: &Stream) -> Result<Standard, CudaError> {
+        let copied = Standard {
+            out: self.out.copy(stream)?,
+            states: self.states.as_ref().map(|o| o.copy(stream)).transpose()?,
+        };
+        stream.synchronize()?;
+        Ok(copied)
+    }
+
+    fn read(&self) -> Result<Run, CudaError> {
+        Ok(Run {
+            out: self.out.read()?,
+            states: self
+                .states
+                .as_ref()
+                .map_or_else(|| Ok(Vec::new()), Output::read)?,
+        })
+    }
+}
+
 /// A forward problem with its inputs on the device.
 pub struct ForwardTrial {
     /// The problem.
     pub problem: Problem,
     inputs: ForwardInputs<DeviceTensor>,
-    out: Output,
-    states: Option<Output>,
-    /// Tokens that belong to a sequence; those behind them may not be touched.
-    used_tokens: usize,
+    outputs: Outputs,
 }
 
 impl ForwardTrial {
-    /// Uploads inputs and makes room for outputs.
+    /// Uploads inputs and makes room for outputs. `jit` makes the kernel that checks them.
     ///
     /// # Errors
     /// [`CudaError`], also for lack of memory.
     pub fn new(
         device: &Device,
+        jit: &Jit,
         problem: &Problem,
         made: &Generated,
         placement: Placement,
     ) -> Result<ForwardTrial, CudaError> {
         let lead = placement.lead_elems();
         let states = place::final_meta(problem, placement);
+        let out_meta = place::out_meta(problem, placement);
+        let out = Output::poisoned(device, jit, "out", out_meta, lead)?;
         Ok(ForwardTrial {
             problem: problem.clone(),
             inputs: place::forward(device, problem, made, placement)?,
-            out: Output::poisoned(device, "out", place::out_meta(problem, placement), lead)?,
-            states: states
-                .map(|meta| Output::poisoned(device, "final_states", meta, lead))
-                .transpose()?,
-            used_tokens: match &made.cu_seqlens {
-                Some(cu) => cu.last().map_or(0, |last| *last as usize),
-                None => problem.batch * problem.seqlen,
+            outputs: Outputs {
+                // Tokens behind the last packed sequence may not be touched.
+                out: match made.cu_seqlens.as_ref().map(|cu| cu.last()) {
+                    Some(last) => out.of_tokens(last.map_or(0, |n| *n as usize)),
+                    None => out,
+                },
+                states: states
+                    .map(|meta| Output::poisoned(device, jit, "final_states", meta, lead))
+                    .transpose()?,
             },
         })
     }
@@ -79,54 +174,35 @@ impl ForwardTrial {
         (
             &self.inputs,
             ForwardOutputs {
-                out: self.out.view(),
-                final_states: self.states.as_ref().map(Output::view),
+                out: self.outputs.out.view(),
+                final_states: self.outputs.states.as_ref().map(Output::view),
             },
         )
     }
 
-    /// One run into poison. Anything written outside the outputs is a failure, and so is an untouched tail that was touched.
+    /// Two runs into poison, which must give the same bits. Anything written outside the outputs is a failure, and so is an untouched
+    /// tail that was touched. The results stay on the device, where they are measured against `standard`.
     ///
     /// # Errors
     /// The [`Failure`].
-    pub fn run(
+    pub fn check_twice(
         &self,
         loaded: &LoadedForward,
         stream: &Stream,
         scratch: &Scratch,
-    ) -> Result<Run, Failure> {
+        standard: Option<&Standard>,
+    ) -> Result<Distance, Failure> {
         let used = loaded.plan().workspace.total_bytes;
         let (inputs, outputs) = self.call();
-        let enqueue = || {
-            self.out.reset()?;
-            self.states.as_ref().map_or(Ok(()), Output::reset)?;
+        self.outputs.twice(stream, standard, || {
             scratch.reset(stream, used)?;
             loaded.enqueue(stream, inputs, &outputs, scratch.buffer())?;
             stream.synchronize()?;
-            let states = self.states.as_ref().map(Output::read).transpose()?;
-            Ok((self.out.read()?, states, scratch.outside(used)?))
-        };
-        let (out, states, workspace) = enqueue().map_err(|e: CudaError| failure_of(&e))?;
-        let outside = out
-            .outside
-            .or(workspace)
-            .or(states.as_ref().and_then(|s| s.outside.clone()));
-        let used_bytes = self.used_tokens
-            * self.problem.nheads
-            * self.problem.headdim
-            * self.problem.dtype.size_bytes();
-        let tail = out.dense[used_bytes..].iter().position(|b| *b != POISON);
-        let tail = tail.map(|at| format!("out: byte {at} of the padded tail was written"));
-        if let Some(text) = outside.or(tail) {
-            return Err(Failure::new(FailureKind::OutOfBounds, text));
-        }
-        Ok(Run {
-            out: out.dense,
-            states: states.map(|s| s.dense).unwrap_or_default(),
+            scratch.outside(used)
         })
     }
 
-    /// Two runs that must give the same bits.
+    /// [`ForwardTrial::check_twice`], and the result downloaded.
     ///
     /// # Errors
     /// The [`Failure`].
@@ -136,22 +212,17 @@ impl ForwardTrial {
         stream: &Stream,
         scratch: &Scratch,
     ) -> Result<Run, Failure> {
-        let first = self.run(loaded, stream, scratch)?;
-        same_bits(first, self.run(loaded, stream, scratch)?)
+        self.check_twice(loaded, stream, scratch, None)?;
+        self.outputs.read().map_err(|e| failure_of(&e))
     }
-}
 
-fn same_bits(first: Run, second: Run) -> Result<Run, Failure> {
-    if first == second {
-        return Ok(first);
+    /// Keeps the result of the last run on the device.
+    ///
+    /// # Errors
+    /// [`CudaError`], also for lack of memory.
+    pub fn standard(&self, stream: &Stream) -> Result<Standard, CudaError> {
+        self.outputs.standard(stream)
     }
-    let differing = |a: &[u8], b: &[u8]| a.iter().zip(b).filter(|(a, b)| a != b).count();
-    let text = format!(
-        "two runs differ in {} bytes of out and {} of the states",
-        differing(&first.out, &second.out),
-        differing(&first.states, &second.states)
-    );
-    Err(Failure::new(FailureKind::Unstable, text))
 }
 
 /// What a run should give, by the float64 oracle.
@@ -236,9 +307,9 @@ pub struct StepTrial {
     /// The problem.
     pub problem: StepProblem,
     inputs: StepInputs<DeviceTensor>,
-    out: Output,
-    state: Output,
-    /// Rows whose index is negative: nothing of them may be touched.
+    outputs: Outputs,
+    state: DeviceTensor,
+    /// Rows whose index is negative.
     skipped: Vec<usize>,
 }
 
@@ -249,22 +320,34 @@ impl StepTrial {
     /// As [`ForwardTrial::new`].
     pub fn new(
         device: &Device,
+        jit: &Jit,
         problem: &StepProblem,
         made: &GeneratedStep,
         placement: Placement,
     ) -> Result<StepTrial, CudaError> {
         let lead = placement.lead_elems();
         let (out, state) = place::step_metas(problem, placement);
-        let indices = made.state_batch_indices.iter().flatten().enumerate();
+        let out = Output::poisoned(device, jit, "out", out, lead)?;
+        let content = made.state.to_le_bytes();
+        let state = Output::holding(device, jit, "state", state, lead, &content)?;
+        let indices = made.state_batch_indices.as_deref();
+        let numbered = indices.unwrap_or_default().iter().enumerate();
         Ok(StepTrial {
             problem: problem.clone(),
             inputs: place::step(device, problem, made, placement)?,
-            out: Output::poisoned(device, "out", out, lead)?,
-            state: Output::holding(device, "state", state, lead, &made.state.to_le_bytes())?,
-            skipped: indices
+            state: state.view(),
+            skipped: numbered
                 .filter(|(_, i)| **i < 0)
                 .map(|(row, _)| row)
                 .collect(),
+            outputs: Outputs {
+                // Nothing of a skipped row may be touched.
+                out: match indices {
+                    Some(indices) => out.of_rows(indices)?,
+                    None => out,
+                },
+                states: Some(state),
+            },
         })
     }
 
@@ -273,54 +356,51 @@ impl StepTrial {
         (
             &self.inputs,
             StepOutputs {
-                state: self.state.view(),
-                out: self.out.view(),
+                state: self.state.clone(),
+                out: self.outputs.out.view(),
             },
         )
     }
 
-    /// One run from the same state cache into a poisoned output. The output of skipped rows is set to zero in the result, as
-    /// the oracle has it, after it was found untouched.
+    /// Two runs from the same state cache into a poisoned output, as [`ForwardTrial::check_twice`].
     ///
     /// # Errors
     /// The [`Failure`].
-    pub fn run(&self, loaded: &LoadedStep, stream: &Stream) -> Result<Run, Failure> {
+    pub fn check_twice(
+        &self,
+        loaded: &LoadedStep,
+        stream: &Stream,
+        standard: Option<&Standard>,
+    ) -> Result<Distance, Failure> {
         let (inputs, outputs) = self.call();
-        let enqueue = || {
-            self.out.reset()?;
-            self.state.reset()?;
+        self.outputs.twice(stream, standard, || {
             loaded.enqueue(stream, inputs, &outputs)?;
             stream.synchronize()?;
-            Ok((self.out.read()?, self.state.read()?))
-        };
-        let (mut out, state) = enqueue().map_err(|e: CudaError| failure_of(&e))?;
-        let p = &self.problem;
-        let row_bytes = p.tokens * p.nheads * p.headdim * p.dtype.size_bytes();
-        let mut outside = out.outside.or(state.outside);
-        for row in &self.skipped {
-            let bytes = &mut out.dense[row * row_bytes..(row + 1) * row_bytes];
-            if bytes.iter().any(|b| *b != POISON) {
-                outside.get_or_insert_with(|| {
-                    format!("out: row {row}, which is to be skipped, was written")
-                });
-            }
-            bytes.fill(0);
-        }
-        match outside {
-            Some(text) => Err(Failure::new(FailureKind::OutOfBounds, text)),
-            None => Ok(Run {
-                out: out.dense,
-                states: state.dense,
-            }),
-        }
+            Ok(None)
+        })
     }
 
-    /// Two runs that must give the same bits.
+    /// [`StepTrial::check_twice`], and the result downloaded. The output of skipped rows, which were left alone, is set to zero in it,
+    /// as the oracle has it.
     ///
     /// # Errors
     /// The [`Failure`].
     pub fn run_twice(&self, loaded: &LoadedStep, stream: &Stream) -> Result<Run, Failure> {
-        let first = self.run(loaded, stream)?;
-        same_bits(first, self.run(loaded, stream)?)
+        self.check_twice(loaded, stream, None)?;
+        let mut run = self.outputs.read().map_err(|e| failure_of(&e))?;
+        let p = &self.problem;
+        let row_bytes = p.tokens * p.nheads * p.headdim * p.dtype.size_bytes();
+        for row in &self.skipped {
+            run.out[row * row_bytes..(row + 1) * row_bytes].fill(0);
+        }
+        Ok(run)
+    }
+
+    /// As [`ForwardTrial::standard`].
+    ///
+    /// # Errors
+    /// As [`ForwardTrial::standard`].
+    pub fn standard(&self, stream: &Stream) -> Result<Standard, CudaError> {
+        self.outputs.standard(stream)
     }
 }

@@ -76,7 +76,7 @@ impl Gpu {
     }
 
     pub fn trial(&self, problem: &Problem, made: &Generated, placement: Placement) -> ForwardTrial {
-        ForwardTrial::new(&self.device, problem, made, placement)
+        ForwardTrial::new(&self.device, &self.jit, problem, made, placement)
             .expect("memory for a test problem")
     }
 
