@@ -3,7 +3,10 @@
 use std::ffi::c_void;
 
 use cudarc::driver::{CudaContext, sys};
-use mamba2_cuda::{CudaError, Device, DeviceTensor, Timer, TimerPolicy};
+use mamba2_cuda::{
+    Comparer, Compares, Copier, CubinCache, CudaError, Device, DeviceTensor, Jit, Timer,
+    TimerPolicy,
+};
 use mamba2_spec::{Dtype, TensorMeta};
 
 fn device() -> Option<Device> {
@@ -160,4 +163,82 @@ fn nothing_that_cannot_be_captured_leaves_the_stream_unusable() {
     let mut back = [0u8; 100];
     buffer.read(0, &mut back).expect("read");
     assert_eq!(back, [7; 100]);
+}
+
+fn jit() -> Jit {
+    Jit::new(CubinCache::new(
+        std::env::temp_dir().join("mamba2-tool-cubins"),
+    ))
+}
+
+#[test]
+fn a_copy_by_a_kernel_copies_every_byte() {
+    let Some(device) = device() else { return };
+    let stream = device.stream().expect("stream");
+    let copier = Copier::load(&device, &jit()).expect("copier");
+    // More vectors than the grid has threads, and no multiple of what a block takes.
+    let bytes: Vec<u8> = (0..40_000_016usize).map(|i| (i % 251) as u8).collect();
+    let from = device.upload(&bytes).expect("upload");
+    let to = device.alloc(bytes.len()).expect("alloc");
+    copier.copy(&stream, &to, &from).expect("copy");
+    stream.synchronize().expect("synchronize");
+    let mut back = vec![0u8; bytes.len()];
+    to.read(0, &mut back).expect("read");
+    assert!(back == bytes);
+    let odd = device.alloc(bytes.len() - 1).expect("alloc");
+    assert!(matches!(
+        copier.copy(&stream, &odd, &from),
+        Err(CudaError::View { .. })
+    ));
+}
+
+#[test]
+fn a_comparison_finds_what_was_planted_and_gives_the_same_bits_each_time() {
+    let Some(device) = device() else { return };
+    let stream = device.stream().expect("stream");
+    let comparer = Comparer::load(&device, &jit(), Dtype::F32).expect("comparer");
+    // [2, 3, 70, 1000] of 1024 with a guard of 64 on both sides.
+    let (shape, strides, lead) = ([2, 3, 70, 1000], [3 * 70 * 1024, 70 * 1024, 1024, 1], 64);
+    let units = 2 * 64 + 6 * 70 * 1024;
+    let image = vec![-1f32; units];
+    let mut run = image.clone();
+    for row in 0..6 * 70 {
+        for n in 0..1000 {
+            run[lead + row * 1024 + n] = (row + n) as f32;
+        }
+    }
+    let upload = |values: &[f32]| device.upload(values).expect("upload");
+    let (image, standard) = (upload(&image), upload(&run));
+    let compare = |first: &[f32], second: &[f32]| {
+        let (first, second) = (upload(first), upload(second));
+        let compares = Compares {
+            first: &first,
+            second: &second,
+            image: &image,
+            standard: Some(&standard),
+            skipped: None,
+            lead,
+            shape,
+            strides,
+        };
+        let once = comparer.compare(&stream, &compares).expect("compare");
+        assert_eq!(once, comparer.compare(&stream, &compares).expect("compare"));
+        once
+    };
+    let right = compare(&run, &run);
+    let squares: f64 = (0..6 * 70)
+        .flat_map(|row| (0..1000).map(move |n| f64::from(row + n).powi(2)))
+        .sum();
+    assert_eq!(right.error, 0.0);
+    assert!((right.norm / squares - 1.0).abs() < 1e-12);
+    assert_eq!((right.outside, right.differing), (None, 0));
+    let mut wrong = run.clone();
+    wrong[lead + 5 * 1024 + 999] += 2.0;
+    wrong[lead + 5 * 1024 + 1000] = 0.0;
+    let found = compare(&run, &wrong);
+    assert_eq!(found.error, 4.0);
+    assert_eq!(
+        (found.outside, found.differing),
+        (Some(lead + 5 * 1024 + 1000), 1)
+    );
 }

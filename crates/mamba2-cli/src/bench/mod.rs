@@ -45,7 +45,7 @@ struct Row {
     target: Target,
     samples: Samples,
     choice: Value,
-    /// Speed of a plain device-to-device copy that was timed in turns with this row, bytes read plus bytes written.
+    /// Speed of a plain copy by a kernel that was timed in turns with this row, bytes read plus bytes written.
     copy_bytes_per_s: Option<f64>,
     /// The plain row: median in microseconds, and bytes.
     plain: Option<(f64, f64)>,
