@@ -10,8 +10,9 @@
 #   e  tuning of the shapes that are compared, then their times beside mamba_ssm's
 #   f  tuning of the kept shape lists, as far as time allows
 #   g  the seed and models sweeps beside mamba_ssm (only if named)
+#   h  the reference cases again, each with every config: items h/every-CASE (only if named; up to a minute each, mostly compilation)
 #
-# REGEX picks items of a part by name: `b:bf16`. Time limits in seconds by environment variables: A_SECONDS .. G_SECONDS for a
+# REGEX picks items of a part by name: `b:bf16`. Time limits in seconds by environment variables: A_SECONDS .. H_SECONDS for a
 # part, TOTAL_SECONDS for everything, E_BENCH_SECONDS kept back for the times at the end of e, C_ITEM_SECONDS for one test under
 # the sanitizer, D_TUNE_SECONDS and E_TUNE_SECONDS for the tuning of one shape. B_SUBSET and C_SUBSET: configs of each kernel where not all are run. GPU_BACKEND=cpu tries the script itself.
 # PEERS_DIR (default: peers/ beside this file) holds peers.py and mamba_ssm/. records/*.json beside this file are imported first.
@@ -39,6 +40,7 @@ log_bytes=2000000
 declare -A seconds=(
   [a]=${A_SECONDS:-120} [b]=${B_SECONDS:-560} [c]=${C_SECONDS:-300} [d]=${D_SECONDS:-240}
   [e]=${E_SECONDS:-560} [f]=${F_SECONDS:-560} [g]=${G_SECONDS:-400}
+  [h]=${H_SECONDS:-560}
 )
 failed=0
 filter=
@@ -77,6 +79,10 @@ item() { # NAME LOG COMMAND...
   { echo "=== $name: $*"; head -c "$log_bytes" "$scratch/item"; echo; } >>"$log"
   detail=$(grep -oE '^test result: .*failed|^========= (ERROR|RACECHECK) SUMMARY.*' "$scratch/item" | tail -2 | tr '\n' ' ')
   [[ $name == a/* ]] && detail=$(grep -oE '^[a-z_]+ .*relative error [^ ]+' "$scratch/item" | tr -s ' ' | tr '\n' ' ')
+  if [[ $name == h/* ]]; then
+    detail="$(awk '/ configs .* failed /{for (i = 2; i < NF; ++i) {if ($i == "configs") c += $(i - 1); if ($i == "failed") f += $(i - 1)}}
+      END {print c + 0, "configs,", f + 0, "failed"}' "$scratch/item") "
+  fi
   case $rc in
   0)
     # The exit code alone would not tell a run that tested nothing.
@@ -157,15 +163,20 @@ each_test() { # PREFIX LOG REGEX COMMAND... EXECUTABLE
 
 small='one_token_past|one_token_short|full_chunks|at_one_token|more_work|tail_of_63'
 
-part_a() {
-  local file found=0
+each_case() { # PREFIX ARGUMENTS...
+  local prefix=$1 file found=0
+  shift
   for file in "$here"/cases/*.safetensors; do
     [ -f "$file" ] || continue
     found=1
-    item "a/$(basename "$file" .safetensors)" run.log "$mamba2" run "$file" --check --backend "$backend"
+    item "$prefix$(basename "$file" .safetensors)" run.log "$mamba2" run "$file" --check --backend "$backend" "$@"
   done
-  [ "$found" -eq 1 ] || fault a "no cases/*.safetensors"
+  [ "$found" -eq 1 ] || fault "${prefix%%/*}" "no cases/*.safetensors"
 }
+
+part_a() { each_case a/; }
+
+part_h() { each_case h/every- --every-config; }
 
 part_b() {
   local every
@@ -299,6 +310,7 @@ for part in "$@"; do
   e) part_e ;;
   f) part_f ;;
   g) part_g ;;
+  h) part_h ;;
   esac
 done
 nvidia-smi --query-gpu=clocks.sm,clocks.mem,temperature.gpu,clocks_event_reasons.active --format=csv >>"$out/run.log" 2>&1

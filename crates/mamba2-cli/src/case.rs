@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use mamba2_cpu::{CpuError, HostTensor, HostTensorMut};
-use mamba2_reference::{Pattern, RefInputs, RefOutputs, Values, generate, generate_step};
+use mamba2_reference::{Generated, Pattern, RefOutputs, Values, generate, generate_step};
 use mamba2_spec::{
     DKind, DtLimit, Dtype, ForwardInputs, ForwardOutputs, Problem, SpecError, StepInputs,
     StepOutputs, StepProblem,
@@ -186,16 +186,17 @@ impl ForwardCase {
         })
     }
 
-    /// The answer of the float64 recurrence.
-    pub fn oracle(&self) -> RefOutputs {
+    /// The inputs as bare values.
+    pub fn made(&self) -> Generated {
         let i = &self.inputs;
-        let optional = |t: &Option<OwnedTensor>| t.as_ref().map(OwnedTensor::to_f64);
-        let inputs = RefInputs {
-            x: i.x.to_f64(),
-            dt: i.dt.to_f64(),
-            a: i.a.to_f64(),
-            b: i.b.to_f64(),
-            c: i.c.to_f64(),
+        let of = |tensor: &OwnedTensor| tensor.values().clone();
+        let optional = |tensor: &Option<OwnedTensor>| tensor.as_ref().map(of);
+        Generated {
+            x: of(&i.x),
+            dt: of(&i.dt),
+            a: of(&i.a),
+            b: of(&i.b),
+            c: of(&i.c),
             d: optional(&i.d),
             z: optional(&i.z),
             dt_bias: optional(&i.dt_bias),
@@ -205,8 +206,12 @@ impl ForwardCase {
                 .as_ref()
                 .and_then(OwnedTensor::as_i32)
                 .map(<[i32]>::to_vec),
-        };
-        mamba2_reference::recurrence(&self.problem, &inputs)
+        }
+    }
+
+    /// The answer of the float64 recurrence.
+    pub fn oracle(&self) -> RefOutputs {
+        mamba2_reference::recurrence(&self.problem, &self.made().reference())
     }
 }
 

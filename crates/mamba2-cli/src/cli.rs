@@ -113,7 +113,8 @@ The output holds out (x's dtype) and final_states (f32).
 Examples:
   mamba2 run layer.safetensors -o out.safetensors
   mamba2 run layer.safetensors --backend cpu --check
-  mamba2 run layer.safetensors --check --json")]
+  mamba2 run layer.safetensors --check --json
+  mamba2 run layer.safetensors --check --every-config    every kernel variant that fits, on a GPU")]
 pub struct RunArgs {
     /// Input tensors.
     #[arg(value_name = "IN.safetensors")]
@@ -129,6 +130,9 @@ pub struct RunArgs {
     /// Compare with expected_out and expected_final_states of the file, else with float64; exit 1 beyond the bounds.
     #[arg(long)]
     pub check: bool,
+    /// Check every legal config of every kernel on CUDA instead of the chosen one: outputs poisoned and guarded, two runs bit-equal.
+    #[arg(long, requires = "check", conflicts_with_all = ["output", "pin", "mode"])]
+    pub every_config: bool,
     /// Print one JSON object.
     #[arg(long)]
     pub json: bool,

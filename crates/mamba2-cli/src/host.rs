@@ -50,6 +50,11 @@ impl OwnedTensor {
         self.meta.dtype
     }
 
+    /// The values, row-major.
+    pub fn values(&self) -> &Values {
+        &self.values
+    }
+
     /// The values as float64.
     pub fn to_f64(&self) -> Vec<f64> {
         self.values.to_f64()

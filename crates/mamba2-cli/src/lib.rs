@@ -11,6 +11,7 @@ mod db;
 mod doctor;
 mod engine;
 mod error;
+mod every_config;
 mod explain;
 mod host;
 mod print;

@@ -12,6 +12,7 @@ use crate::check::{Check, Compared};
 use crate::cli::{DemoArgs, RunArgs};
 use crate::engine::{backend_name, choice_json, describe, describe_choice, open};
 use crate::error::CliError;
+use crate::every_config;
 use crate::host::OwnedTensor;
 use crate::print;
 use crate::progress::spin;
@@ -33,6 +34,9 @@ pub fn run(args: &RunArgs) -> Result<(), CliError> {
         case.problem.check()?;
     }
     let engine = open(&args.engine)?;
+    if args.every_config {
+        return every_config::run(args, &engine, &case);
+    }
     let done = compute(&engine, &case)?;
     let check = args
         .check

@@ -274,6 +274,18 @@ fn prefill_then_decode_is_one_long_run() {
     assert!(close(&out, &long_out[cut * NHEADS * HEADDIM..]));
 }
 
+#[test]
+fn every_config_is_refused_where_there_is_one_config_or_no_device_or_no_check() {
+    let bench = Bench::new();
+    let case = Case::forward();
+    let done = bench.run_case(&case, &["--check", "--every-config"]);
+    assert_eq!(done.code, 2, "{done:?}");
+    assert!(done.stderr.contains("one config"), "{done:?}");
+    let done = bench.run_case(&case, &["--every-config"]);
+    assert_eq!(done.code, 2, "{done:?}");
+    assert!(done.stderr.contains("--check"), "{done:?}");
+}
+
 /// Reference cases that were made without looking at this project's code.
 #[test]
 fn the_handed_cases_pass() {

@@ -9,11 +9,11 @@
 
 mod common;
 
-use std::time::Instant;
-
-use common::{Gpu, gpu, is_fatal, say};
+use common::{gpu, say};
+use mamba2_cuda::LoadedStep;
 use mamba2_reference::{Pattern, generate};
-use mamba2_spec::{Dtype, Kernel, Problem};
+use mamba2_spec::{Dtype, Problem};
+use mamba2_tuner::gpu::every_config::{forward_configs, run_all, run_forward_configs, spread};
 use mamba2_tuner::gpu::{Oracle, Placement};
 use mamba2_tuner::{Candidate, Failure, Target};
 
@@ -31,14 +31,6 @@ const SHAPES: [&str; 9] = [
     "b=1,l=8321,h=2,p=64,g=1,n=64",
 ];
 
-/// Takes `n` of `all`, spread evenly, the first among them.
-fn spread(all: Vec<Candidate>, n: Option<usize>) -> Vec<Candidate> {
-    match n {
-        Some(n) if n < all.len() => (0..n).map(|i| all[i * all.len() / n]).collect(),
-        _ => all,
-    }
-}
-
 fn subset() -> Option<usize> {
     let text = std::env::var("MAMBA2_RING2_SUBSET").ok()?;
     Some(
@@ -50,40 +42,31 @@ fn subset() -> Option<usize> {
 fn every_config_is_right(shape: usize, dtype: Dtype) {
     let Some(gpu) = gpu() else { return };
     let problem = SHAPES[shape].parse::<Problem>().unwrap().with_dtype(dtype);
-    let target = Target::Forward(problem.clone());
-    let space = gpu.space(&problem);
-    let mut failures: Vec<(Candidate, Failure)> = Vec::new();
     let made = generate(&problem, 1, Pattern::Model);
     let oracle = Oracle::forward(&problem, &made);
     let trial = gpu.trial(&problem, &made, Placement::Exact);
-    for kernel in Kernel::ALL {
-        let started = Instant::now();
-        let of_kernel =
-            |c: &&Candidate| matches!(c, Candidate::Kernel { kernel: k, .. } if *k == kernel);
-        let all: Vec<Candidate> = space
-            .assemblies
-            .iter()
-            .flat_map(|a| &a.parts)
-            .flatten()
-            .filter(of_kernel)
-            .copied()
-            .collect();
-        let chosen = spread(all, subset());
-        if chosen.is_empty() {
-            continue;
+    let mut failures: Vec<(Candidate, Failure)> = Vec::new();
+    for (kernel, chosen) in forward_configs(&problem, gpu.device.facts(), subset()).unwrap() {
+        let ran = run_forward_configs(
+            &gpu.device,
+            &gpu.jit,
+            &gpu.stream,
+            &trial,
+            &oracle,
+            &chosen,
+            &|| {},
+        );
+        say(&format!("{problem}  {:18} {ran}", kernel.name()));
+        let crashed = ran.crashed();
+        failures.extend(ran.failures);
+        if crashed {
+            break;
         }
-        let before = failures.len();
-        let (out, states) = run_all(&gpu, &target, &chosen, &mut failures, |config| {
-            gpu.check(&trial, &oracle, config)
-        });
-        say(&format!(
-            "{problem}  {:18} {:5} configs {:4} failed  max error out {out:.1e} states {states:.1e}  {:.0} s",
-            kernel.name(),
-            chosen.len(),
-            failures.len() - before,
-            started.elapsed().as_secs_f64()
-        ));
     }
+    none_failed(&problem.to_string(), &failures);
+}
+
+fn none_failed(problem: &str, failures: &[(Candidate, Failure)]) {
     let shown: Vec<String> = failures
         .iter()
         .take(20)
@@ -95,38 +78,6 @@ fn every_config_is_right(shape: usize, dtype: Dtype) {
         failures.len(),
         shown.join("\n")
     );
-}
-
-/// Largest errors of out and states.
-fn run_all(
-    gpu: &Gpu,
-    target: &Target,
-    chosen: &[Candidate],
-    failures: &mut Vec<(Candidate, Failure)>,
-    check: impl Fn(&mamba2_spec::StrategyConfig) -> Result<mamba2_tuner::Verified, Failure>,
-) -> (f64, f64) {
-    let mut worst = (0.0f64, 0.0f64);
-    for (candidate, compiled) in chosen.iter().zip(gpu.compile(target, chosen)) {
-        let Candidate::Kernel { within, .. } = candidate else {
-            panic!("parts are kernels")
-        };
-        match compiled.and_then(|()| check(within)) {
-            Ok(verified) => {
-                worst = (
-                    worst.0.max(verified.out_error),
-                    worst.1.max(verified.states_error),
-                )
-            }
-            Err(failure) => {
-                assert!(
-                    !is_fatal(&failure),
-                    "{target}: {candidate} destroyed the context: {failure}"
-                );
-                failures.push((*candidate, failure));
-            }
-        }
-    }
-    worst
 }
 
 macro_rules! every_config {
@@ -169,7 +120,6 @@ fn every_decode_config_is_right_in_every_dtype() {
     use mamba2_spec::{StepProblem, rules};
     use mamba2_tuner::gpu::{StepTrial, failure_of};
     let Some(gpu) = gpu() else { return };
-    let mut failures = Vec::new();
     for (dtype, state) in [
         (Dtype::Bf16, Dtype::F32),
         (Dtype::F16, Dtype::F16),
@@ -186,30 +136,18 @@ fn every_decode_config_is_right_in_every_dtype() {
                 StepTrial::new(&gpu.device, &gpu.jit, &problem, &made, Placement::Exact).unwrap();
             let all = rules::legal_step_configs(&problem, gpu.device.facts());
             let chosen = spread(all.into_iter().map(Candidate::Step).collect(), subset());
-            for (candidate, compiled) in chosen
-                .iter()
-                .zip(gpu.compile(&Target::Step(problem.clone()), &chosen))
-            {
+            let check = |candidate: &Candidate| {
                 let Candidate::Step(config) = candidate else {
                     panic!("a step's candidates are steps")
                 };
-                let result = compiled.and_then(|()| {
-                    let load =
-                        mamba2_cuda::LoadedStep::load(&gpu.device, &gpu.jit, &problem, config);
-                    oracle.check(&trial.run_twice(&load.map_err(|e| failure_of(&e))?, &gpu.stream)?)
-                });
-                if let Err(failure) = result {
-                    assert!(!is_fatal(&failure), "{problem}: {candidate}: {failure}");
-                    failures.push(format!("{problem}: {candidate}: {failure}"));
-                }
-            }
-            say(&format!(
-                "{problem}  state_update {:5} configs {:4} failed so far",
-                chosen.len(),
-                failures.len()
-            ));
+                let load = LoadedStep::load(&gpu.device, &gpu.jit, &problem, config);
+                oracle.check(&trial.run_twice(&load.map_err(|e| failure_of(&e))?, &gpu.stream)?)
+            };
+            let target = Target::Step(problem.clone());
+            let facts = gpu.device.facts();
+            let ran = run_all(&gpu.jit, facts, &target, &chosen, check, &|| {});
+            say(&format!("{problem}  state_update       {ran}"));
+            none_failed(&problem.to_string(), &ran.failures);
         }
     }
-    failures.truncate(20);
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }

@@ -2,6 +2,7 @@
 
 mod compare;
 mod compile;
+pub mod every_config;
 mod executor;
 mod layout;
 mod output;

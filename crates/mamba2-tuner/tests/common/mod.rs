@@ -9,7 +9,8 @@ use std::io::Write;
 use mamba2_cuda::{CubinCache, Device, Jit, Stream};
 use mamba2_reference::Generated;
 use mamba2_spec::{Problem, StrategyConfig};
-use mamba2_tuner::gpu::{ForwardTrial, Oracle, Placement, Run, Scratch, compile_kernel};
+use mamba2_tuner::gpu::every_config::run_config;
+use mamba2_tuner::gpu::{ForwardTrial, Oracle, Placement, Run, compile_kernel};
 use mamba2_tuner::{Candidate, Failure, FailureKind, Target, Verified, space::Space};
 
 pub struct Gpu {
@@ -58,12 +59,7 @@ impl Gpu {
 
     /// Two runs of one config on poisoned, guarded memory.
     pub fn run(&self, trial: &ForwardTrial, config: &StrategyConfig) -> Result<Run, Failure> {
-        let load =
-            mamba2_cuda::LoadedForward::load(&self.device, &self.jit, &trial.problem, config);
-        let loaded = load.map_err(|e| mamba2_tuner::gpu::failure_of(&e))?;
-        let scratch = Scratch::new(&self.device, loaded.plan().workspace.total_bytes);
-        let scratch = scratch.map_err(|e| mamba2_tuner::gpu::failure_of(&e))?;
-        trial.run_twice(&loaded, &self.stream, &scratch)
+        run_config(&self.device, &self.jit, &self.stream, trial, config)
     }
 
     pub fn check(
