@@ -386,6 +386,11 @@ pub fn render_step(config: &StateUpdate, problem: &StepProblem, device: &DeviceF
         problem.indices.into(),
         "slot of each row in state_batch_indices",
     );
+    header.constant(
+        "ONE_TOKEN",
+        (problem.tokens == 1).into(),
+        "a call has one token a row",
+    );
     header.parameters(&KernelConfig::StateUpdate(*config));
     header.launch(&launch);
     rendered(Kernel::StateUpdate, header, launch)

@@ -13,6 +13,7 @@ constexpr int DT_SOFTPLUS = 0; // softplus after the bias, identity above 20
 constexpr int HAS_DT_LIMIT = 0; // clamp after softplus
 constexpr int STATE_DTYPE = 2; // dtype of the state cache
 constexpr int HAS_INDICES = 0; // slot of each row in state_batch_indices
+constexpr int ONE_TOKEN = 1; // a call has one token a row
 constexpr int BLOCK_HEAD = 16; // tuned, elements of headdim
 constexpr int ROW_THREADS = 8; // tuned, threads
 constexpr int WARPS = 4; // tuned, warps
