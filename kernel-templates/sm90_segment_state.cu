@@ -2,7 +2,7 @@
 //   local[s, h, p, n] = sum_l exp2(G_end - G_l) dt_l x[l, h, p] B[l, n]    the segment's state from a zero start, float32
 //   total[s, h]       = G_end                                              its whole decay, log2 units
 // segment_scan turns them into the state at each segment's start. Chunks are taken from the last to the first: what follows a chunk is
-// known then, its decay goes into w, and the sum is never scaled, so that its products follow each other without a wait.
+// known then, its decay goes into w, and the sum is never scaled.
 //
 // Grid   one block per (sequence, segment, HEADS_BLOCK heads)
 // Block  a producer warpgroup and WARPGROUPS consumers of HEADS heads each; see common/sm90_pipeline.cuh
@@ -21,10 +21,11 @@ __device__ __forceinline__ void sum_segment(const Segment& s, const unsigned cha
 #pragma unroll
   for (int h = 0; h < HEADS; ++h) total[h] = 0.f;
   RingPosition<STAGES> at;
-  unsigned behind = 0;  // barrier of the chunk whose products may still run
-  const auto add_chunk = [&](FragmentA<X> (&a)[HEADS][4]) {
+  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
+  for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
     wait_barrier(barriers.full(at.stage), at.parity);
     const unsigned char* stage = ring + at.stage * STAGE_BYTES;
+    FragmentA<X> a[HEADS][4];
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
       const Vectors v = vectors_of(stage, consumer * HEADS + h);
@@ -36,19 +37,9 @@ __device__ __forceinline__ void sum_segment(const Segment& s, const unsigned cha
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) start_state_update(state[h], a[h], stage + B_OFFSET);
     wgmma_commit_group();
-    wgmma_wait_group<1>();
-    fence_proxy_async();  // the next copies come through another proxy than these reads
-    if (behind) arrive_warp(behind);
-    behind = barriers.empty(at.stage);
-    at.advance();
-  };
-  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;  // of a segment that is not the last: an even number
-  FragmentA<X> even[HEADS][4], odd[HEADS][4];         // the products of one still read it while the other is loaded
-  for (int chunk = 0; chunk < chunks; chunk += 2) {
-    add_chunk(even);
-    add_chunk(odd);
+    wgmma_wait_group<0>();  // at once: copies take longer than products, and a stage that waits for the next chunk is missing to them
+    arrive_warp(barriers.empty(at.stage));
   }
-  wgmma_wait_group<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segment_state(const __grid_constant__ ForwardArgs args,

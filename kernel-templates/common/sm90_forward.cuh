@@ -166,15 +166,23 @@ __device__ __forceinline__ void make_scores(const Segment& s, const unsigned cha
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = warp * 16 + lane % 16;
   const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
+  RingPosition<STAGES> next = at;
   RingPosition<SCORE_SLOTS> to;
-  for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
-    const unsigned char* stage = ring + at.stage * STAGE_BYTES;
-    wait_barrier(barriers.full(at.stage), at.parity);
-    float scores[32];  // raw C B^T, 64 rows x 64 tokens
+  int waited = 0;
+  // Past the last chunk this repeats that chunk's product, unused: ptxas keeps wgmma asynchronous only where every path starts and waits for
+  // the same ones.
+  const auto start = [&](float (&scores)[32]) {
+    if (waited < chunks) wait_barrier(barriers.full(next.stage), next.parity);
+    const unsigned char* stage = ring + (waited < chunks ? next.stage : at.stage) * STAGE_BYTES;
     wgmma_fence();
     start_product_over_dstate(scores, stage, stage + B_OFFSET);
     wgmma_commit_group();
-    wgmma_wait_group<0>();
+    ++waited;
+    next.advance();
+  };
+  // S of the chunk whose C B^T has been started first, for each consumer one tile a head.
+  const auto finish = [&](const float (&scores)[32]) {
+    const unsigned char* stage = ring + at.stage * STAGE_BYTES;
 #pragma unroll 1
     for (int h = 0; h < HEADS; ++h) {
 #pragma unroll 1
@@ -184,13 +192,26 @@ __device__ __forceinline__ void make_scores(const Segment& s, const unsigned cha
         decay_scores<true>(scores, vectors_of(stage, consumer * HEADS + h), threadIdx.x, 0, [&](int k, const FragmentA<X>& a) {
           stmatrix_x4(tile + swizzled(row, 2 * k + lane / 16), a.pair[0].bits, a.pair[1].bits, a.pair[2].bits, a.pair[3].bits);
         });
-        fence_proxy_async();
-        arrive_warp(score_barriers.full(consumer, to.stage));
       }
+      fence_proxy_async();
+      __syncwarp();
+      if (lane < WARPGROUPS) mbarrier_arrive(score_barriers.full(lane, to.stage));
       to.advance();
     }
-    fence_proxy_async();  // the next copies come through another proxy than these reads
     arrive_warp(barriers.empty(at.stage));
+    at.advance();
+  };
+  if (chunks == 0) return;
+  float even[32], odd[32];  // raw C B^T, 64 rows x 64 tokens, of this chunk and the next
+  start(even);
+  wgmma_wait_group<0>();
+  for (int chunk = 0; chunk < chunks; chunk += 2) {
+    start(odd);
+    finish(even);
+    wgmma_wait_group<0>();
+    start(even);
+    if (chunk + 1 < chunks) finish(odd);
+    wgmma_wait_group<0>();
   }
 }
 

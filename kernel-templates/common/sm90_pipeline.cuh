@@ -39,12 +39,12 @@ constexpr int BLOCKS_PER_SM = !WITH_C && WARPGROUPS == 1 && HEADS * STATE_REGIST
 // Registers after reallocation: what a block is launched with, moved from the producer to the
 // consumers. In steps of eight; a thread has at most 240. rules.rs computes the same.
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS_PER_SM * THREADS) > 248 ? 248 : 65536 / (BLOCKS_PER_SM * THREADS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = 56;
-constexpr int SCORE_REGISTERS = 104;
+constexpr int PRODUCER_REGISTERS = WITH_C ? 48 : 56;
+constexpr int SCORE_REGISTERS = 112;
 constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS - SCORE_REGISTERS * SCORE_WARPGROUPS * 128) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 
-MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 96 + (HEADS > 1 ? STATE_REGISTERS / 2 + (HAS_Z && X_DTYPE == 1 ? 24 : 0) : 0) : 40 + 32 * HEADS) <= CONSUMER_REGISTERS,
+MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 96 + (HEADS > 1 ? STATE_REGISTERS / 2 + (HAS_Z && X_DTYPE == 1 ? 24 : 0) : 0) : 40 + 16 * HEADS) <= CONSUMER_REGISTERS,
                "the states of a warpgroup, and what the products need beside them, must stay in registers");
 
 __device__ __forceinline__ int first_head(const Segment& s) { return s.group * HEADS_PER_GROUP + s.block * HEADS_BLOCK; }

@@ -446,13 +446,17 @@ fn check_sm90(
         || format!("headdim {}, dstate {}", problem.headdim, problem.dstate),
     )?;
     let states = heads * padded / 2;
-    // From counting fragments and reading ptxas reports: two heads with z in f16 need a few more.
-    let gate = if heads > 1 && problem.z && problem.dtype == Dtype::F16 {
-        24
-    } else {
-        0
+    // From counting fragments and reading ptxas reports.
+    let two_heads = match (heads, problem.z && problem.dtype == Dtype::F16) {
+        (1, _) => 0,
+        (_, gate_in_f16) => padded / 4 + if gate_in_f16 { 24 } else { 0 },
     };
-    let need = states + if with_c { 96 + gate } else { 40 + 32 * heads };
+    let need = states
+        + if with_c {
+            96 + two_heads
+        } else {
+            40 + 16 * heads
+        };
     let room = sm90_consumer_registers(with_c, warpgroups, states);
     require(config, "P03", need <= room, || {
         format!("{need} registers a thread wanted, {room} available")
@@ -476,7 +480,7 @@ fn sm90_consumer_registers(with_c: bool, warpgroups: u32, states: u32) -> u32 {
         1
     };
     let launch = (65536 / (blocks * 128 * warpgroups_in_all) / 8 * 8).min(248);
-    let (producer, scores) = (56, if with_c { 104 } else { 0 });
+    let (producer, scores) = if with_c { (48, 112) } else { (56, 0) };
     ((launch * warpgroups_in_all - producer - scores) / warpgroups / 8 * 8).min(240)
 }
 
