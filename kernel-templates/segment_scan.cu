@@ -13,7 +13,7 @@
 constexpr int ELEMS = HEADDIM * STATES_ROW;
 constexpr int BLOCKS_PER_STATE = (ELEMS / 4 + THREADS - 1) / THREADS;
 
-extern "C" __global__ void __launch_bounds__(THREADS) segment_scan(const __grid_constant__ ForwardArgs args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) segment_scan(const __grid_constant__ ForwardArgs args) {
   for (int64 work = blockIdx.x; work < args.work_items; work += gridDim.x) {
     const int at = (static_cast<int>(work % BLOCKS_PER_STATE) * THREADS + threadIdx.x) * 4;
     const int64 sequence_head = work / BLOCKS_PER_STATE;
@@ -25,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) segment_scan(const __grid_
     if (PACKED) {
       const int first = args.cu_seqlens[sequence];
       const int end = min(args.cu_seqlens[sequence + 1], args.seqlen);
-      slot = first / max(SEGMENT, 1) + sequence;
-      segments = (max(end - first, 0) + SEGMENT - 1) / max(SEGMENT, 1);
+      slot = first / args.segment + sequence;
+      segments = (max(end - first, 0) + args.segment - 1) / args.segment;
     } else {
       segments = args.chunks_per_row;
       slot = static_cast<int64>(sequence) * (segments - 1);

@@ -14,7 +14,6 @@
 #include "mamba2_config.cuh"
 
 constexpr bool WITH_C = true;
-constexpr int SEGMENT = 0;  // depends on the sequence
 constexpr int HEADS = 1;    // a warpgroup; two spill
 
 #include "common/sm90_forward.cuh"
@@ -27,7 +26,7 @@ static_assert(SCORES_OFFSET + SCORES_BYTES == SMEM_BYTES, "launch.rs carves the 
 
 constexpr int CLUSTER_BARRIERS_OFFSET = 512;  // behind the ring's barriers
 constexpr int TOTALS_OFFSET = 640;
-static_assert(SCORE_BARRIERS_OFFSET + WARPGROUPS * SCORE_SLOTS * 16 <= CLUSTER_BARRIERS_OFFSET && TOTALS_OFFSET + HEADS_BLOCK * 4 <= BARRIERS_BYTES);
+static_assert(SCORE_BARRIERS_OFFSET + WARPGROUPS * SCORE_SLOTS * 16 <= CLUSTER_BARRIERS_OFFSET && TOTALS_OFFSET + HEADS_BLOCK * 4 <= SEGMENT_OFFSET);
 constexpr int BLOCK_BARRIER = WARPGROUPS + 1;  // of all consumers
 
 __device__ __forceinline__ Segment locate_cluster_segment(const ForwardArgs& args, int64 work, int rank) {
@@ -132,8 +131,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) __cluster_d
   const ScoreBarriers score_barriers{smem_address(smem) + SCORE_BARRIERS_OFFSET};
   const int rank = static_cast<int>(cluster_rank());
   const unsigned local_ready = smem_address(smem) + CLUSTER_BARRIERS_OFFSET, start_ready = local_ready + 8;
-  const Segment s = locate_cluster_segment(args, blockIdx.x / CLUSTER, rank);
+  Segment& s = *reinterpret_cast<Segment*>(smem + SEGMENT_OFFSET);
   if (threadIdx.x == 0) {
+    s = locate_cluster_segment(args, blockIdx.x / CLUSTER, rank);
     mbarrier_init(local_ready, CLUSTER);
     mbarrier_init(start_ready, CLUSTER);
   }

@@ -39,8 +39,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
   unsigned char* tiles = ring + STAGES * STAGE_BYTES;
   const Barriers barriers{smem_address(smem)};
   const ScoreBarriers score_barriers{smem_address(smem) + SCORE_BARRIERS_OFFSET};
-  const Segment s = locate_segment<HEAD_BLOCKS_PER_GROUP>(args, blockIdx.x);
-  if (s.tokens < 0) return;
+  const Segment located = locate_segment<HEAD_BLOCKS_PER_GROUP>(args, blockIdx.x);
+  if (located.tokens < 0) return;
+  Segment& s = *reinterpret_cast<Segment*>(smem + SEGMENT_OFFSET);
+  if (threadIdx.x == 0) s = located;
   barriers.init();
   score_barriers.init();
   __syncthreads();

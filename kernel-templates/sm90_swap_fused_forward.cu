@@ -140,24 +140,22 @@ __device__ __forceinline__ void for_each_state(const Unit& unit, float (&state)[
     }
 }
 
-// What is not there (a unit past the group, elements past the tensor) reads the first state, or its first element, and drops it: branches
-// here cost the products their registers.
+// What is not there (a unit past the group, elements past the tensor, the state before a sequence without an initial one) reads something
+// else and drops it: branches here cost the products their registers.
 __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, const Unit& unit, float (&state)[DSTATE_BOXES][TILE_REGISTERS]) {
-  if (INITIAL_DTYPE >= 0 && (SEGMENT == 0 || s.index == 0)) {
+  if (INITIAL_DTYPE >= 0 && s.index == 0) {
     const int64 at = unit.valid ? s.sequence * args.initial_strides[0] + unit.head * args.initial_strides[1] : 0;
     for_each_state(unit, state, [&](int p, int n, bool inside, float& v) {
       const float loaded = load_element<INITIAL_DTYPE>(args.initial_states, at + (inside ? p * args.initial_strides[2] + n : 0));
       v = inside && unit.valid ? loaded : 0.f;
     });
-  } else if (SEGMENT > 0) {
+  } else {
     const bool any = unit.valid && s.index > 0;
-    const float* from = any ? segment_state(args, s.slot, unit.head) : static_cast<const float*>(args.states);
+    const float* from = any ? segment_state(args, s.slot, unit.head) : args.A;
     for_each_state(unit, state, [&](int p, int n, bool inside, float& v) {
-      const float loaded = from[inside ? p * STATES_ROW + n : 0];
+      const float loaded = from[inside && any ? p * STATES_ROW + n : 0];
       v = inside && any ? loaded : 0.f;
     });
-  } else {
-    for_each_state(unit, state, [](int, int, bool, float& v) { v = 0.f; });
   }
 }
 

@@ -29,7 +29,6 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 MAMBA2_REQUIRE(P01, X_DTYPE < 2, "16-bit inputs only: wgmma has no float32 product");
 MAMBA2_REQUIRE(P04, ALIGNED == 1, "16-byte copies");
-MAMBA2_REQUIRE(P05, SEGMENT % CHUNK == 0, "a segment is whole chunks");
 static_assert(THREADS == PRODUCER_THREADS + 128 * (WARPGROUPS + SCORE_WARPGROUPS), "launch.rs gives one producer warpgroup");
 
 struct TensorMaps {
@@ -49,7 +48,7 @@ struct Segment {
 };
 
 // Items: the BLOCKS blocks of a group fastest (they share B and C in L2), then groups, segments of a sequence, sequences. Packed
-// sequence s owns the segment items from cu_seqlens[s] / SEGMENT + s, as many as it has segments or more; an empty sequence has one.
+// sequence s owns the segment items from cu_seqlens[s] / segment + s, as many as it has segments or more; an empty sequence has one.
 template <int BLOCKS>
 __device__ __forceinline__ Segment locate_segment(const ForwardArgs& args, int64 work) {
   const int blocks = args.nheads / HEADS_PER_GROUP * BLOCKS;
@@ -64,7 +63,7 @@ __device__ __forceinline__ Segment locate_segment(const ForwardArgs& args, int64
     int below = 0, above = args.sequences;
     while (above - below > 1) {
       const int middle = (below + above) / 2;
-      if ((SEGMENT ? args.cu_seqlens[middle] / max(SEGMENT, 1) : 0) + middle <= item) {
+      if ((args.segment ? args.cu_seqlens[middle] / args.segment : 0) + middle <= item) {
         below = middle;
       } else {
         above = middle;
@@ -76,7 +75,7 @@ __device__ __forceinline__ Segment locate_segment(const ForwardArgs& args, int64
     int end = args.cu_seqlens[below + 1];
     if (end > args.seqlen) end = args.seqlen;
     tokens = end > first ? static_cast<int>(end - first) : 0;
-    first_item = (SEGMENT ? first / max(SEGMENT, 1) : 0) + below;
+    first_item = (args.segment ? first / args.segment : 0) + below;
   } else {
     const int per_row = args.chunks_per_row;  // segments of a row here
     s.sequence = item / per_row;
@@ -87,16 +86,16 @@ __device__ __forceinline__ Segment locate_segment(const ForwardArgs& args, int64
   }
   s.index = static_cast<int>(item - first_item);
   s.slot = (PACKED ? first_item : static_cast<int64>(s.sequence) * (args.chunks_per_row - 1)) + s.index - 1;
-  if (SEGMENT == 0) {
+  if (args.segment == 0) {
     s.first = first;
     s.tokens = s.index == 0 ? tokens : -1;
     s.last = true;
   } else {
-    const int64 at = static_cast<int64>(s.index) * SEGMENT;
+    const int64 at = static_cast<int64>(s.index) * args.segment;
     const int64 left = tokens - at;
     s.first = first + at;
-    s.tokens = left > SEGMENT ? SEGMENT : left > 0 ? static_cast<int>(left) : s.index == 0 ? 0 : -1;  // -1: no such segment
-    s.last = left <= SEGMENT;
+    s.tokens = left > args.segment ? args.segment : left > 0 ? static_cast<int>(left) : s.index == 0 ? 0 : -1;  // -1: no such segment
+    s.last = left <= args.segment;
   }
   return s;
 }

@@ -70,27 +70,39 @@ __device__ __forceinline__ void multiply_state(float (&y)[32], float (&state)[ST
   }
 }
 
-// Adds D x, applies the gate, and stores Y through the head's x box: a warp replaces the 16 headdim columns that only it has read.
-// `out`: this thread's 16-byte unit of row 16 warp + lane / 8 of the chunk.
-__device__ __forceinline__ void store_output(const ForwardArgs& args, const Segment& s, int chunk, int head, float (&y)[32], const FragmentA<X> (&x)[4],
-                                             unsigned char* x_box, X* out, int barrier) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int token0 = chunk * CHUNK, valid = s.tokens - token0;
-  if constexpr (D_KIND > 0) {
-    const float* from = args.D + head * args.d_head_stride;
-    float d[2];  // of the rows lane / 4 and lane / 4 + 8
+// What one head's output needs in every chunk, loaded once.
+struct Output {
+  float d[2];     // D of the headdim rows lane / 4 and lane / 4 + 8 of the warp
+  X* at;          // this thread's 16-byte unit of row 16 warp + lane / 8 of the chunk
+  int rows_left;  // from that row on
+
+  Output() = default;
+  __device__ __forceinline__ Output(const ForwardArgs& args, const Segment& s, int head) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const bool valid = head < end_head(s);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int p = warp * 16 + lane / 4 + 8 * r;
-      d[r] = D_KIND == 1 ? from[0] : p < HEADDIM ? from[p] : 0.f;
+      d[r] = D_KIND > 0 && valid && (D_KIND == 1 || p < HEADDIM) ? args.D[head * args.d_head_stride + (D_KIND == 2 ? p : 0)] : 0.f;
     }
+    at = static_cast<X*>(args.out) + s.row * args.out_strides.batch + (s.first + warp * 16 + lane / 8) * args.out_strides.token +
+         head * args.out_strides.head + lane % 8 * 8;
+    rows_left = valid ? s.tokens - warp * 16 - lane / 8 : 0;
+  }
+};
+
+// Adds D x, applies the gate, and stores Y through the head's x box: a warp replaces the 16 headdim columns that only it has read.
+__device__ __forceinline__ void store_output(const ForwardArgs& args, Output& out, float (&y)[32], const FragmentA<X> (&x)[4], unsigned char* x_box,
+                                             int barrier) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  if constexpr (D_KIND > 0) {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 v = unpack(x[k].pair[i]);
-        y[8 * k + 2 * i] += d[i % 2] * v.x;
-        y[8 * k + 2 * i + 1] += d[i % 2] * v.y;
+        y[8 * k + 2 * i] += out.d[i % 2] * v.x;
+        y[8 * k + 2 * i + 1] += out.d[i % 2] * v.y;
       }
   }
   if constexpr (HAS_Z) {
@@ -111,23 +123,25 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
     stmatrix_x4_trans(transposed_at(x_box, k), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits, pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
   }
   bar_sync(barrier, 128);  // rows are whole
-  const int rows_left = head < end_head(s) ? valid - warp * 16 - lane / 8 : 0;
   const unsigned char* from = x_box + (warp * 16 + lane / 8) * 128;
+  X* to = out.at;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (4 * i < rows_left) {
+    if (4 * i < out.rows_left) {
       const uint4 v = *reinterpret_cast<const uint4*>(from + i * 512 + ((lane % 8 ^ (lane / 8 + i * 4) % 8) << 4));
       if (HEADDIM == 64) {
-        *reinterpret_cast<uint4*>(out) = v;
+        *reinterpret_cast<uint4*>(to) = v;
       } else {
         const unsigned words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-          if (lane % 8 * 8 + j < HEADDIM) out[j] = {static_cast<unsigned short>(words[j / 2] >> 16 * (j % 2))};
+          if (lane % 8 * 8 + j < HEADDIM) to[j] = {static_cast<unsigned short>(words[j / 2] >> 16 * (j % 2))};
       }
     }
-    out += 4 * args.out_strides.token;
+    to += 4 * args.out_strides.token;
   }
+  out.at += CHUNK * args.out_strides.token;
+  out.rows_left -= CHUNK;
 }
 
 __device__ __forceinline__ void store_final_state(const ForwardArgs& args, const Segment& s, int head, const float (&state)[STATE_REGISTERS]) {
@@ -166,23 +180,16 @@ __device__ __forceinline__ void make_scores(const Segment& s, const unsigned cha
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = warp * 16 + lane % 16;
   const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-  RingPosition<STAGES> next = at;
   RingPosition<SCORE_SLOTS> to;
-  int waited = 0;
-  // Past the last chunk this repeats that chunk's product, unused: ptxas keeps wgmma asynchronous only where every path starts and waits for
-  // the same ones.
-  const auto start = [&](float (&scores)[32]) {
-    if (waited < chunks) wait_barrier(barriers.full(next.stage), next.parity);
-    const unsigned char* stage = ring + (waited < chunks ? next.stage : at.stage) * STAGE_BYTES;
+  // One chunk after the other: to start the next one's product before this one's decay would keep two stages of the ring.
+  for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
+    const unsigned char* stage = ring + at.stage * STAGE_BYTES;
+    wait_barrier(barriers.full(at.stage), at.parity);
+    float scores[32];  // raw C B^T, 64 rows x 64 tokens
     wgmma_fence();
     start_product_over_dstate(scores, stage, stage + B_OFFSET);
     wgmma_commit_group();
-    ++waited;
-    next.advance();
-  };
-  // S of the chunk whose C B^T has been started first, for each consumer one tile a head.
-  const auto finish = [&](const float (&scores)[32]) {
-    const unsigned char* stage = ring + at.stage * STAGE_BYTES;
+    wgmma_wait_group<0>();
 #pragma unroll 1
     for (int h = 0; h < HEADS; ++h) {
 #pragma unroll 1
@@ -192,26 +199,12 @@ __device__ __forceinline__ void make_scores(const Segment& s, const unsigned cha
         decay_scores<true>(scores, vectors_of(stage, consumer * HEADS + h), threadIdx.x, 0, [&](int k, const FragmentA<X>& a) {
           stmatrix_x4(tile + swizzled(row, 2 * k + lane / 16), a.pair[0].bits, a.pair[1].bits, a.pair[2].bits, a.pair[3].bits);
         });
+        fence_proxy_async();
+        arrive_warp(score_barriers.full(consumer, to.stage));
       }
-      fence_proxy_async();
-      __syncwarp();
-      if (lane < WARPGROUPS) mbarrier_arrive(score_barriers.full(lane, to.stage));
       to.advance();
     }
     arrive_warp(barriers.empty(at.stage));
-    at.advance();
-  };
-  if (chunks == 0) return;
-  float even[32], odd[32];  // raw C B^T, 64 rows x 64 tokens, of this chunk and the next
-  start(even);
-  wgmma_wait_group<0>();
-  for (int chunk = 0; chunk < chunks; chunk += 2) {
-    start(odd);
-    finish(even);
-    wgmma_wait_group<0>();
-    start(even);
-    if (chunk + 1 < chunks) finish(odd);
-    wgmma_wait_group<0>();
   }
 }
 
@@ -219,9 +212,10 @@ __device__ __forceinline__ void make_scores(const Segment& s, const unsigned cha
 __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const Segment& s, unsigned char* ring, unsigned char* tiles,
                                                 const Barriers& barriers, const ScoreBarriers& score_barriers, int consumer,
                                                 RingPosition<STAGES>& at, float (&state)[HEADS][STATE_REGISTERS]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  X* out = static_cast<X*>(args.out) + s.row * args.out_strides.batch + (s.first + warp * 16 + lane / 8) * args.out_strides.token +
-           (first_head(s) + consumer * HEADS) * args.out_strides.head + lane % 8 * 8;
+  const int lane = threadIdx.x % 32;
+  const auto output_of = [&](int h) { return Output(args, s, first_head(s) + consumer * HEADS + h); };
+  Output out[HEADS] = {output_of(0)};
+  if constexpr (HEADS > 1) out[HEADS - 1] = output_of(HEADS - 1);
 
   const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
   RingPosition<SCORE_SLOTS> from;
@@ -255,11 +249,10 @@ __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const S
       wgmma_commit_group();
       wgmma_wait_group<1>();  // x^T S^T
       arrive_warp(score_barriers.empty(consumer, from.stage));
-      store_output(args, s, chunk, first_head(s) + consumer * HEADS + h, y, x, x_box, out + h * args.out_strides.head, consumer + 1);
+      store_output(args, out[h], y, x, x_box, consumer + 1);
       fence_proxy_async();  // the next copy into the x box comes through another proxy than its last reads and writes
       wgmma_wait_group<0>();  // the state update
     }
-    out += CHUNK * args.out_strides.token;
     arrive_warp(barriers.empty(at.stage));
   }
 }

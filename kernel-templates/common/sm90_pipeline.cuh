@@ -34,13 +34,15 @@ constexpr int VECTORS_OFFSET = Z_OFFSET + Z_BYTES;
 constexpr int STAGE_BYTES = VECTORS_OFFSET + (HEADS_BLOCK * VECTORS_BYTES + 1023) / 1024 * 1024;
 constexpr int BARRIERS_BYTES = 1024;
 constexpr int TAIL_BARRIER_OFFSET = 496;
+constexpr int SEGMENT_OFFSET = 896;  // behind the barriers: the block's Segment, which would cost registers
+static_assert(SEGMENT_OFFSET + sizeof(Segment) <= BARRIERS_BYTES);
 // Two blocks share a multiprocessor where the states of a lone consumer warpgroup are small enough.
 constexpr int BLOCKS_PER_SM = !WITH_C && WARPGROUPS == 1 && HEADS * STATE_REGISTERS <= 64 ? 2 : 1;
 // Registers after reallocation: what a block is launched with, moved from the producer to the
 // consumers. In steps of eight; a thread has at most 240. rules.rs computes the same.
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS_PER_SM * THREADS) > 248 ? 248 : 65536 / (BLOCKS_PER_SM * THREADS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = WITH_C ? 48 : 56;
-constexpr int SCORE_REGISTERS = 112;
+constexpr int PRODUCER_REGISTERS = 56;
+constexpr int SCORE_REGISTERS = 104;
 constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS - SCORE_REGISTERS * SCORE_WARPGROUPS * 128) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 
@@ -96,9 +98,10 @@ __device__ __forceinline__ void clear_tail(unsigned char* stage, int row) {
 }
 
 // Warpgroup 0: fills the ring, from `at`, for every chunk of the segment, the last first if BACKWARD; then w decays to the segment's end.
-// Warp w makes the vectors of the heads w, w + 4, ...
+// Warp w makes the vectors of the heads w, w + 4, ...; the last, which mostly has none, starts the copies, so that they do not wait for
+// vectors.
 template <bool COPY_C, bool BACKWARD>
-__device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers,
+__device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment s, unsigned char* ring, const Barriers& barriers,
                                         RingPosition<STAGES>& at, RingPosition<1>& tail) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int HEADS_WARP = (HEADS_BLOCK + 3) / 4;
@@ -140,7 +143,7 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
       wait_barrier(barriers.empty(at.stage), at.parity ^ 1);
       unsigned char* stage = ring + at.stage * STAGE_BYTES;
       const bool ends_inside = PACKED && s.tokens - token < CHUNK;
-      if (threadIdx.x == 0)
+      if (threadIdx.x == PRODUCER_THREADS - 32)
         copy_stage<COPY_C>(maps, s, static_cast<int>(s.first) + token, smem_address(stage), ends_inside ? barriers.tail() : barriers.full(at.stage));
       if (ends_inside) {
         wait_barrier(barriers.tail(), tail.parity);

@@ -24,4 +24,5 @@ __device__ __forceinline__ long long to_fixed(float log2_decay) {
 }
 __device__ __forceinline__ float from_fixed(long long sum) { return __ll2float_rn(sum) * 2.3283064365386963e-10f; }
 
-__device__ __forceinline__ float silu(float v) { return v / (1.f + expf(-v)); }
+// v / (1 + exp(-v)); an exact division is five times as many instructions.
+__device__ __forceinline__ float silu(float v) { return v * rcp_approx(1.f + ex2_approx(-1.4426950408889634f * v)); }

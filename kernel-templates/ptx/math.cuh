@@ -1,6 +1,13 @@
 // Scalar instructions.
 #pragma once
 
+// 1 / v; relative error below 2^-23, flushes denormals. Any sm.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
 // 2^v; relative error below 2^-22 over the whole range, flushes denormals. Any sm.
 __device__ __forceinline__ float ex2_approx(float v) {
   float r;

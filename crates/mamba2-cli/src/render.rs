@@ -104,12 +104,13 @@ fn list(kernel: Kernel) -> String {
         let values: Vec<String> = row.domain.iter().map(|v| row.display(*v)).collect();
         let _ = writeln!(
             text,
-            "{:<12} {} (default {}, unit: {}, CUDA {})\n            {}",
+            "{:<12} {} (default {}, unit: {}, {})\n            {}",
             row.name,
             values.join(" | "),
             row.display(row.default),
             row.unit,
-            row.cuda,
+            row.cuda
+                .map_or("launch argument".into(), |c| format!("CUDA {c}")),
             row.doc.trim()
         );
     }

@@ -61,7 +61,7 @@ argument_struct! {
         final_strides: [i64; 3],
         d_head_stride: i64,
         work_items: i64,
-        batch: i32,
+        segment: i32,
         seqlen: i32,
         nheads: i32,
         sequences: i32,
@@ -137,7 +137,7 @@ impl ForwardArgs {
     /// The fields that do not change from call to call.
     pub fn of(problem: &Problem, plan: &LaunchPlan) -> Result<ForwardArgs, CudaError> {
         Ok(ForwardArgs {
-            batch: narrow("batch", problem.batch)?,
+            segment: narrow("tokens of a segment", plan.segment)?,
             seqlen: narrow("seqlen", problem.seqlen)?,
             nheads: narrow("nheads", problem.nheads)?,
             sequences: narrow("sequences", problem.sequences())?,

@@ -1,6 +1,7 @@
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use mamba2_kernels::Source;
@@ -27,6 +28,45 @@ pub struct Jit {
     shipped: Option<Arc<dyn ShippedCubins>>,
     state: Arc<Mutex<State>>,
     counters: Arc<Counters>,
+    in_flight: Arc<InFlight>,
+}
+
+/// What is being compiled, by digest: who wants the same waits for it, and finds it in the cache.
+#[derive(Debug, Default)]
+struct InFlight {
+    digests: Mutex<BTreeSet<String>>,
+    changed: Condvar,
+}
+
+/// The right to compile one kernel, until it is dropped.
+struct Turn<'a> {
+    in_flight: &'a InFlight,
+    digest: String,
+}
+
+impl InFlight {
+    fn turn(&self, digest: String) -> Turn<'_> {
+        let digests = self.digests.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut digests = self
+            .changed
+            .wait_while(digests, |digests| digests.contains(&digest))
+            .unwrap_or_else(PoisonError::into_inner);
+        digests.insert(digest.clone());
+        Turn {
+            in_flight: self,
+            digest,
+        }
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let digests = self.in_flight.digests.lock();
+        digests
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&self.digest);
+        self.in_flight.changed.notify_all();
+    }
 }
 
 #[derive(Debug, Default)]
@@ -104,6 +144,7 @@ impl Jit {
             shipped: None,
             state: Arc::default(),
             counters: Arc::default(),
+            in_flight: Arc::default(),
         }
     }
 
@@ -180,6 +221,13 @@ impl Jit {
                 origin: Origin::Shipped,
             });
         }
+        let _turn = self.in_flight.turn(identity.digest());
+        if let Some(cubin) = self.cache.get(&identity, self.wanted()) {
+            return Ok(JitOutcome {
+                cubin,
+                origin: Origin::Cache,
+            });
+        }
         let nvrtc = self.nvrtc()?;
         let compiled = nvrtc.compile_with(source, arch, self.options)?;
         let cubin = Cubin {
@@ -198,9 +246,7 @@ impl Jit {
 
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
         // The state is two options that are each set in one step: a panic elsewhere leaves nothing half done.
-        self.state
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn wanted(&self) -> Wanted {

@@ -9,8 +9,6 @@ use crate::module::{Grid, Module};
 use crate::stream::Stream;
 use crate::{CudaError, Device, DeviceBuffer, Jit};
 
-/// Blocks on a multiprocessor: as many threads as it holds.
-const BLOCKS_PER_SM: u32 = 2048 / Tool::THREADS;
 /// Blocks of the comparison. Fixed, so that its sums are the same on every GPU.
 const COMPARE_BLOCKS: u32 = 512;
 /// 64-bit words that each thread of the comparison leaves.
@@ -73,7 +71,8 @@ impl Copier {
             to: address(to, &self.device)?,
             vectors: (whole / VECTOR_BYTES) as i64,
         };
-        let blocks = BLOCKS_PER_SM * self.device.facts().sm_count;
+        let blocks = (args.vectors as u64).div_ceil(4 * u64::from(Tool::THREADS));
+        let blocks = blocks.clamp(1, 1 << 30) as u32;
         let _bound = self.device.bind()?;
         // SAFETY: tool_copy takes one CopyArgs by value. Both buffers have that many vectors, and addresses of allocations are aligned.
         unsafe { self.module.launch(stream, grid(blocks), &args, None::<&()>) }

@@ -219,6 +219,22 @@ fn i8_child_compiles_many() {
 }
 
 #[test]
+fn one_kernel_wanted_by_many_threads_is_compiled_once() {
+    if nvrtc().is_none() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("directory");
+    let jit = Jit::new(CubinCache::new(directory.path()));
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| jit.cubin(&tiny(GOOD, 1), Arch(90)).expect("compiles"));
+        }
+    });
+    let counts = jit.counts();
+    assert_eq!((counts.compiled, counts.cached), (1, 7), "{counts:?}");
+}
+
+#[test]
 fn a_second_process_neither_opens_nvrtc_nor_calls_it_for_cached_kernels() {
     if nvrtc().is_none() {
         return;

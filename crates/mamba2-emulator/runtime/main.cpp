@@ -64,7 +64,6 @@ void fill_common(Args& a) {
   strides(a.out_strides, "x_strides");
   a.d_head_stride = static_cast<int64>(number("d_head_stride"));
   a.work_items = static_cast<int64>(number("work_items"));
-  a.batch = static_cast<int>(number("axes", 0));
   a.nheads = static_cast<int>(number("axes", 2));
   a.dt_min = static_cast<float>(number("dt_min"));
   a.dt_max = static_cast<float>(number("dt_max"));
@@ -84,9 +83,11 @@ void fill(ForwardArgs& a) {
   a.sequences = static_cast<int>(number("sequences"));
   a.chunk_slots = static_cast<int>(number("chunk_slots"));
   a.chunks_per_row = static_cast<int>(number("chunks_per_row"));
+  a.segment = static_cast<int>(number("segment"));
 }
 void fill(StepArgs& a) {
   fill_common(a);
+  a.batch = static_cast<int>(number("axes", 0));
   pointer(a.state, "state");
   pointer(a.state_batch_indices, "state_batch_indices");
   three(a.state_strides, "state_strides");

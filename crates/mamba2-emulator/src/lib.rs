@@ -133,6 +133,7 @@ impl Emulator {
         job.set("sequences", [problem.sequences()]);
         job.set("chunk_slots", [plan.slots]);
         job.set("chunks_per_row", [plan.slots_per_row]);
+        job.set("segment", [plan.segment]);
         for ((config, program), launch) in kernels.iter().zip(&programs).zip(&plan.launches) {
             if launch.grid == 0 {
                 continue;

@@ -223,10 +223,9 @@ impl Header {
     }
 
     fn parameters(&mut self, config: &KernelConfig) {
-        for (row, (name, value)) in KernelConfig::rows(config.kernel())
-            .iter()
-            .zip(config.constants())
-        {
+        let rows = KernelConfig::rows(config.kernel());
+        let constants = rows.iter().filter(|row| row.cuda.is_some());
+        for (row, (name, value)) in constants.zip(config.constants()) {
             let named = if row.value_names.is_empty() {
                 String::new()
             } else {

@@ -65,6 +65,8 @@ pub struct LaunchPlan {
     pub slots: usize,
     /// The same of one batch row; 0 when packed.
     pub slots_per_row: usize,
+    /// Tokens of a segment; 0 where a block takes whole sequences, or strategy has no segments.
+    pub segment: usize,
 }
 
 /// dstate as stored in the workspace: rows stay 16-byte aligned.
@@ -385,6 +387,7 @@ pub fn plan(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) ->
         workspace: workspace(config, problem),
         slots,
         slots_per_row,
+        segment: config.segment().unwrap_or(0) as usize,
     }
 }
 

@@ -24,8 +24,16 @@ pub struct Row {
     pub domain: &'static [u32],
     /// Names of the values of `domain`, for parameters that are not numbers.
     pub value_names: &'static [&'static str],
-    /// Constant in the generated CUDA header.
-    pub cuda: &'static str,
+    /// Constant in the generated CUDA header; `None` for a launch argument, all values of which share one compiled kernel.
+    pub cuda: Option<&'static str>,
+}
+
+/// What the table writes for a parameter that is a launch argument.
+const fn header_constant(name: &'static str) -> Option<&'static str> {
+    match name.as_bytes() {
+        b"AT_LAUNCH" => None,
+        _ => Some(name),
+    }
 }
 
 impl Row {
@@ -90,12 +98,12 @@ pub trait Parameters: Default + Clone + PartialEq + Eq + std::hash::Hash + fmt::
         all
     }
 
-    /// `(CUDA constant, value)` of every row.
+    /// `(CUDA constant, value)` of every row that is one.
     fn constants(&self) -> Vec<(&'static str, u32)> {
         Self::ROWS
             .iter()
             .enumerate()
-            .map(|(i, row)| (row.cuda, self.value(i)))
+            .filter_map(|(i, row)| Some((row.cuda?, self.value(i))))
             .collect()
     }
 
@@ -214,7 +222,7 @@ macro_rules! parameter_table {
                 default: $default,
                 domain: &[$($value),+],
                 value_names: &[$($($value_name),+)?],
-                cuda: stringify!($cuda),
+                cuda: header_constant(stringify!($cuda)),
             }),+];
 
             fn value(&self, row: usize) -> u32 {
@@ -303,37 +311,37 @@ parameter_table! {
     /// Parameters of `sm90_segment_state`: the state each segment adds, from a zero start.
     Sm90SegmentState for Sm90SegmentState {
         /// Tokens of a sequence that one block takes; 0: the whole sequence, and this kernel is not launched.
-        segment: SEGMENT = 1024 in [0, 128, 256, 512, 1024, 2048, 4096, 8192] unit "tokens";
+        segment: AT_LAUNCH = 1024 in [0, 128, 192, 256, 384, 512, 704, 1024, 1408, 1536, 2048, 3072, 4096, 8192] unit "tokens";
         /// Heads per consumer warpgroup.
         heads: HEADS = 1 in [1, 2] unit "heads";
         /// Consumer warpgroups per block.
         warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
         /// 64-token chunks in flight.
-        stages: STAGES = 3 in [2, 3, 4] unit "chunks";
+        stages: STAGES = 4 in [2, 3, 4] unit "chunks";
     }
 
     /// Parameters of `segment_scan`: the state at each segment's start.
     SegmentScan for SegmentScan {
         /// Tokens per segment.
-        segment: SEGMENT = 1024 in [0, 128, 256, 512, 1024, 2048, 4096, 8192] unit "tokens";
+        segment: AT_LAUNCH = 1024 in [0, 128, 192, 256, 384, 512, 704, 1024, 1408, 1536, 2048, 3072, 4096, 8192] unit "tokens";
     }
 
     /// Parameters of `sm90_fused_forward`: Y and the final state, states in registers from chunk to chunk.
     Sm90FusedForward for Sm90FusedForward {
         /// Tokens of a sequence that one block takes; 0: the whole sequence.
-        segment: SEGMENT = 1024 in [0, 128, 256, 512, 1024, 2048, 4096, 8192] unit "tokens";
+        segment: AT_LAUNCH = 1024 in [0, 128, 192, 256, 384, 512, 704, 1024, 1408, 1536, 2048, 3072, 4096, 8192] unit "tokens";
         /// Heads per consumer warpgroup.
         heads: HEADS = 1 in [1, 2] unit "heads";
         /// Consumer warpgroups per block; they share the B and C tiles and one C B^T.
         warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
         /// 64-token chunks in flight.
-        stages: STAGES = 2 in [2, 3, 4] unit "chunks";
+        stages: STAGES = 3 in [2, 3, 4] unit "chunks";
     }
 
     /// Parameters of `sm90_swap_segment_state`: as sm90_segment_state, with the state as h^T[n, p].
     Sm90SwapSegmentState for Sm90SwapSegmentState {
         /// Tokens of a sequence that one block takes; 0: the whole sequence, and this kernel is not launched.
-        segment: SEGMENT = 1024 in [0, 128, 256, 512, 1024, 2048, 4096, 8192] unit "tokens";
+        segment: AT_LAUNCH = 1024 in [0, 128, 192, 256, 384, 512, 704, 1024, 1408, 1536, 2048, 3072, 4096, 8192] unit "tokens";
         /// headdim elements per consumer warpgroup.
         block_head: BLOCK_HEAD = 64 in [32, 48, 64, 80, 96] unit "elements of headdim";
         /// Consumer warpgroups per block; they share the B tiles.
@@ -345,7 +353,7 @@ parameter_table! {
     /// Parameters of `sm90_swap_fused_forward`: as sm90_fused_forward, with the state as h^T[n, p].
     Sm90SwapFusedForward for Sm90SwapFusedForward {
         /// Tokens of a sequence that one block takes; 0: the whole sequence.
-        segment: SEGMENT = 1024 in [0, 128, 256, 512, 1024, 2048, 4096, 8192] unit "tokens";
+        segment: AT_LAUNCH = 1024 in [0, 128, 192, 256, 384, 512, 704, 1024, 1408, 1536, 2048, 3072, 4096, 8192] unit "tokens";
         /// headdim elements per consumer warpgroup.
         block_head: BLOCK_HEAD = 64 in [32, 48, 64, 80, 96] unit "elements of headdim";
         /// Consumer warpgroups per block; they share the B and C tiles. Two that share a head also share S.

@@ -52,7 +52,7 @@ rules! {
     P02 true "headdim fits one 64-row tile, dstate padded to 64 is 64, 128 or 256";
     P03 true "the states of a warpgroup, and what the products need beside them, stay in registers";
     P04 true "16-byte copies need 16-byte aligned views";
-    P05 true "a segment is whole 64-token chunks";
+    P05 false "a segment is whole 64-token chunks";
     P06 false "wgmma exists on compute capability 9.0 only";
     P07 false "a segment is shorter than the sequence, and a sequence has at most 128 of them: the scan is serial";
     P08 false "at most a third of the heads a block computes are padding of its group";
@@ -480,7 +480,7 @@ fn sm90_consumer_registers(with_c: bool, warpgroups: u32, states: u32) -> u32 {
         1
     };
     let launch = (65536 / (blocks * 128 * warpgroups_in_all) / 8 * 8).min(248);
-    let (producer, scores) = if with_c { (48, 112) } else { (56, 0) };
+    let (producer, scores) = (56, if with_c { 104 } else { 0 });
     ((launch * warpgroups_in_all - producer - scores) / warpgroups / 8 * 8).min(240)
 }
 
@@ -651,8 +651,8 @@ pub fn legal_step_configs(problem: &StepProblem, device: &DeviceFacts) -> Vec<St
         .collect()
 }
 
-/// The untuned config for a problem: on Hopper the fused forward with enough segments to fill the GPU where that is legal, else
-/// three kernels with the table's defaults, or the legal config nearest to them.
+/// The untuned config for a problem: on Hopper the fused forward with enough segments to fill the GPU where that is legal, else the
+/// one with transposed states; elsewhere three kernels with the table's defaults, or the legal config nearest to them.
 ///
 /// # Errors
 /// [`SpecError::NoConfig`] naming the sizes and the limit, if nothing fits the device.
@@ -661,7 +661,15 @@ pub fn default_strategy(
     device: &DeviceFacts,
 ) -> Result<StrategyConfig, SpecError> {
     check_problem_on(problem, device)?;
-    match default_sm90_fused(problem, device) {
+    let sm90 = default_segment(problem, device, |segment| {
+        sm90_fused_for(problem, device, segment).map(StrategyConfig::Sm90Fused)
+    })
+    .or_else(|| {
+        default_segment(problem, device, |segment| {
+            sm90_swap_fused_for(problem, device, segment).map(StrategyConfig::Sm90SwapFused)
+        })
+    });
+    match sm90 {
         Some(config) => Ok(config),
         None => default_three_kernel(problem, device).map(StrategyConfig::ThreeKernel),
     }
@@ -760,11 +768,11 @@ fn segment_kernels<S: Parameters, F: Parameters>(
     forward: fn(F) -> KernelConfig,
 ) -> Option<(S, SegmentScan, F)> {
     let legal = |config: &KernelConfig| check_kernel(config, problem, device).is_ok();
-    let fused_forward = nearest(with_segment::<F>(segment), |c| {
+    let fused_forward = nearest(wanted::<F>(segment, problem), |c| {
         has_segment(c, segment) && legal(&forward(c.clone()))
     })?;
     let segment_scan = SegmentScan { segment };
-    let wanted = with_segment::<S>(segment);
+    let wanted = wanted::<S>(segment, problem);
     // The whole sequence at once launches neither of the other two.
     let segment_state = if segment == 0 {
         wanted
@@ -785,9 +793,16 @@ fn segment_row<P: Parameters>() -> usize {
         .expect("a fused strategy's kernel should have a segment")
 }
 
-fn with_segment<P: Parameters>(segment: u32) -> P {
+/// The table's defaults with this segment and, where the kernel has one, the narrowest BLOCK_HEAD that covers headdim.
+fn wanted<P: Parameters>(segment: u32, problem: &Problem) -> P {
     let mut config = P::default();
     config.set_value(segment_row::<P>(), segment);
+    if let Some(row) = P::ROWS.iter().position(|r| r.name == "block_head") {
+        let covers = |b: &&u32| **b as usize >= problem.headdim;
+        if let Some(block_head) = P::ROWS[row].domain.iter().find(covers) {
+            config.set_value(row, *block_head);
+        }
+    }
     config
 }
 
@@ -833,23 +848,22 @@ fn sm90_swap_fused_for(
     })
 }
 
-/// The longest segment that still gives nine blocks for ten multiprocessors, else the one with the most blocks.
-fn default_sm90_fused(problem: &Problem, device: &DeviceFacts) -> Option<StrategyConfig> {
-    let mut options: Vec<(u64, Sm90FusedConfig)> = Sm90FusedForward::ROWS[0]
+/// The config of a strategy with the longest segment that still gives nine blocks for ten multiprocessors, else with the one that gives
+/// the most blocks.
+fn default_segment(
+    problem: &Problem,
+    device: &DeviceFacts,
+    with: impl Fn(u32) -> Option<StrategyConfig>,
+) -> Option<StrategyConfig> {
+    let blocks = |c: &StrategyConfig| {
+        let forward = c.kernels().pop().expect("a strategy should have kernels");
+        kernel_launch(&forward, problem, device).work_items
+    };
+    let mut options: Vec<(u64, StrategyConfig)> = SegmentScan::ROWS[0]
         .domain
         .iter()
-        .filter_map(|segment| sm90_fused_for(problem, device, *segment))
-        .map(|c| {
-            (
-                kernel_launch(
-                    &KernelConfig::Sm90FusedForward(c.fused_forward),
-                    problem,
-                    device,
-                )
-                .work_items,
-                c,
-            )
-        })
+        .filter_map(|segment| with(*segment))
+        .map(|c| (blocks(&c), c))
         .collect();
     options.sort_by_key(|(blocks, _)| *blocks);
     let enough = u64::from(device.sm_count) * 9 / 10;
@@ -857,7 +871,7 @@ fn default_sm90_fused(problem: &Problem, device: &DeviceFacts) -> Option<Strateg
         .iter()
         .find(|(blocks, _)| *blocks >= enough)
         .or(options.last())?;
-    Some(StrategyConfig::Sm90Fused(chosen.1))
+    Some(chosen.1)
 }
 
 /// One config for every way a strategy's kernels can agree (chunk_size and layout, or segment): the starting points of a search,

@@ -116,7 +116,7 @@ fn every_row_of_the_table_has_a_default_in_its_domain_and_a_constant_of_its_own(
                 rows.iter().filter(|r| r.cuda == row.cuda).count(),
                 1,
                 "{kernel} {}",
-                row.cuda
+                row.name
             );
         }
     }

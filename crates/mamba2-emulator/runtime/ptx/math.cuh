@@ -1,5 +1,6 @@
 #pragma once
 
+inline float rcp_approx(float v) { return 1.f / v; }
 inline float ex2_approx(float v) {
   const float r = std::exp2(v);
   return std::fabs(r) < 1.17549435e-38f ? 0.f : r;  // flushes denormals
