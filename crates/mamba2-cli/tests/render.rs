@@ -25,6 +25,9 @@ fn every_parameter_of_every_kernel_changes_the_text() {
             .stdout;
         // The rows of the table start in the first column: name, then values between bars.
         for row in list.lines().filter(|l| !l.starts_with(' ')) {
+            if row.contains("launch argument") {
+                continue; // no constant of the text: all its values share one compiled kernel
+            }
             let name = row.split_whitespace().next().unwrap();
             let values = row[name.len()..].split("(default").next().unwrap();
             let texts: std::collections::BTreeSet<String> = values

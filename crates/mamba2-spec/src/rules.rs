@@ -56,6 +56,7 @@ rules! {
     P06 false "wgmma exists on compute capability 9.0 only";
     P07 false "a segment is shorter than the sequence, and a sequence has at most 128 of them: the scan is serial";
     P08 false "at most a third of the heads a block computes are padding of its group";
+    P09 false "two heads a warpgroup, and a dstate above 128, in bf16 only: f16 needs more registers to scale its fragments, and ptxas spills them";
     K01 false "the blocks of a cluster are one launch: their number fits the grid";
     K02 false "every block of a cluster has a chunk of an unpacked sequence";
     W01 true "the state of a unit, and what the products need beside it, stay in registers";
@@ -461,6 +462,17 @@ fn check_sm90(
     require(config, "P03", need <= room, || {
         format!("{need} registers a thread wanted, {room} available")
     })?;
+    require(
+        config,
+        "P09",
+        !with_c || (heads == 1 && padded <= 128) || problem.dtype == Dtype::Bf16,
+        || {
+            format!(
+                "HEADS = {heads}, dstate {}, dtype {}",
+                problem.dstate, problem.dtype
+            )
+        },
+    )?;
     check_sm90_segments(config, segment, with_c, problem)?;
     let (group, block) = (problem.heads_per_group(), (heads * warpgroups) as usize);
     require(
@@ -921,12 +933,15 @@ pub fn alternatives(
         .collect()
 }
 
-/// The legal config that differs from `wanted` in the fewest parameters; the table's order breaks ties.
+/// The legal config that differs from `wanted` in the fewest parameters, and of those the one that keeps the first ones of the table:
+/// they come in the order of their weight. The order of values breaks ties.
 fn nearest<P: Parameters>(wanted: P, legal: impl Fn(&P) -> bool) -> Option<P> {
     let distance = |c: &P| {
-        (0..P::ROWS.len())
-            .filter(|i| c.value(*i) != wanted.value(*i))
-            .count()
+        let differing = || (0..P::ROWS.len()).filter(|i| c.value(*i) != wanted.value(*i));
+        (
+            differing().count(),
+            std::cmp::Reverse(differing().next().unwrap_or(P::ROWS.len())),
+        )
     };
     P::space()
         .into_iter()
