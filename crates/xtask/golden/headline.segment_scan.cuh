@@ -17,6 +17,5 @@ constexpr int PACKED = 0; // sequences packed in one row, offsets in cu_seqlens
 constexpr int USE_TF32 = 0; // one TF32 product instead of three for f32
 constexpr int ALIGNED = 1; // views allow 16-byte copies
 constexpr int STATES_ROW = 128; // row of a chunk state in the workspace, elements
-constexpr int SEGMENT = 2048; // tuned, tokens
 constexpr int THREADS = 256; // threads per block
 constexpr int SMEM_BYTES = 0; // dynamic shared memory of a block

@@ -20,5 +20,5 @@ constexpr int STATES_ROW = 128; // row of a chunk state in the workspace, elemen
 constexpr int CLUSTER = 8; // tuned, blocks
 constexpr int WARPGROUPS = 2; // tuned, warpgroups
 constexpr int STAGES = 2; // tuned, chunks
-constexpr int THREADS = 384; // threads per block
-constexpr int SMEM_BYTES = 201728; // dynamic shared memory of a block
+constexpr int THREADS = 512; // threads per block
+constexpr int SMEM_BYTES = 203776; // dynamic shared memory of a block
