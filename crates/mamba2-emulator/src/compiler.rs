@@ -127,7 +127,10 @@ impl Compiler {
         let mut command = self
             .command()
             .ok_or_else(|| format!("{VARIABLE} is empty"))?;
-        let part = folder.join(format!("kernel.part-{}", std::process::id()));
+        // Threads of one process may build the same program at once.
+        static PARTS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+        let number = PARTS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let part = folder.join(format!("kernel.part-{}-{number}", std::process::id()));
         let output = command
             .args(["-std=c++20", "-O1", "-w", "-fno-strict-aliasing"])
             // Zig's compiler traps what CUDA defines, such as shifts by a type's width.
