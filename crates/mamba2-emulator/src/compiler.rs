@@ -119,18 +119,21 @@ impl Compiler {
             return Ok(Program { path });
         }
         let io = |e: std::io::Error| format!("{}: {e}", folder.display());
+        // Threads of one process, and processes, may build the same program at once.
+        static PARTS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+        let number = PARTS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let suffix = format!("part-{}-{number}", std::process::id());
         for (file, text) in &files {
             let to = folder.join(file);
             fs::create_dir_all(to.parent().unwrap_or(&folder)).map_err(io)?;
-            fs::write(&to, text).map_err(io)?;
+            let part = to.with_extension(&suffix);
+            fs::write(&part, text).map_err(io)?;
+            fs::rename(&part, &to).map_err(io)?; // whole at any time
         }
         let mut command = self
             .command()
             .ok_or_else(|| format!("{VARIABLE} is empty"))?;
-        // Threads of one process may build the same program at once.
-        static PARTS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
-        let number = PARTS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let part = folder.join(format!("kernel.part-{}-{number}", std::process::id()));
+        let part = folder.join(format!("kernel.{suffix}"));
         let output = command
             .args(["-std=c++20", "-O1", "-w", "-fno-strict-aliasing"])
             // Zig's compiler traps what CUDA defines, such as shifts by a type's width.
