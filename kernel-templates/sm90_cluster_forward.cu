@@ -71,7 +71,7 @@ __device__ __forceinline__ void accumulate_segment(const Segment& s, const unsig
     const Vectors v = vectors_of(stage, consumer);
     FragmentA<X> a[4];
     load_transposed(a, stage + X_OFFSET + consumer * BOX_BYTES);
-      weigh(a, a, v.w());
+    weigh(a, a, v.w());
     total += v.g[CHUNK - 1];
     scale_state(state, v);
     wgmma_fence();

@@ -202,16 +202,7 @@ impl LoadedForward {
     /// True if these views can be used: kernels that copy by tensor maps want every outer stride of x, B, C and z to be positive and below
     /// 2^40 bytes. A call with others needs a config without such kernels.
     pub fn accepts(&self, inputs: &ForwardInputs<DeviceTensor>) -> bool {
-        !self.uses_tensor_maps(inputs)
-            || [
-                Some(&inputs.x),
-                Some(&inputs.b),
-                Some(&inputs.c),
-                inputs.z.as_ref(),
-            ]
-            .into_iter()
-            .flatten()
-            .all(TensorMap::can_map)
+        !self.uses_tensor_maps(inputs) || inputs.copied().all(TensorMap::can_map)
     }
 
     fn uses_tensor_maps(&self, inputs: &ForwardInputs<DeviceTensor>) -> bool {

@@ -38,6 +38,8 @@ pub struct Copier {
 
 /// Bytes that the kernel copies at once.
 const VECTOR_BYTES: usize = 16;
+/// Vectors that a thread of tool_copy takes at a time, its IN_FLIGHT.
+const VECTORS_IN_FLIGHT: u64 = 4;
 
 impl Copier {
     /// Compiles the kernel or takes it from the cache, and loads it.
@@ -71,7 +73,7 @@ impl Copier {
             to: address(to, &self.device)?,
             vectors: (whole / VECTOR_BYTES) as i64,
         };
-        let blocks = (args.vectors as u64).div_ceil(4 * u64::from(Tool::THREADS));
+        let blocks = (args.vectors as u64).div_ceil(VECTORS_IN_FLIGHT * u64::from(Tool::THREADS));
         let blocks = blocks.clamp(1, 1 << 30) as u32;
         let _bound = self.device.bind()?;
         // SAFETY: tool_copy takes one CopyArgs by value. Both buffers have that many vectors, and addresses of allocations are aligned.

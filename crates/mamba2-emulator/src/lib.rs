@@ -25,6 +25,24 @@ use rayon::prelude::*;
 pub use compiler::Compiler;
 use image::{Image, Job};
 
+/// Places the inputs that a forward pass and a decode step share by name.
+macro_rules! place_common {
+    ($job:expr, $inputs:expr, $image:expr) => {
+        for (name, values) in [
+            ("x", Some(&$inputs.x)),
+            ("dt", Some(&$inputs.dt)),
+            ("A", Some(&$inputs.a)),
+            ("B", Some(&$inputs.b)),
+            ("C", Some(&$inputs.c)),
+            ("D", $inputs.d.as_ref()),
+            ("z", $inputs.z.as_ref()),
+            ("dt_bias", $inputs.dt_bias.as_ref()),
+        ] {
+            $job.place(name, values, $image);
+        }
+    };
+}
+
 /// When asynchronous matrix products are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Timing {
@@ -85,19 +103,8 @@ impl Emulator {
         let mut job = Job::default();
         let elems = problem.batch * problem.seqlen * problem.nheads * problem.headdim;
         let state_elems = problem.sequences() * problem.nheads * problem.headdim * problem.dstate;
-        for (name, values) in [
-            ("x", Some(&inputs.x)),
-            ("dt", Some(&inputs.dt)),
-            ("A", Some(&inputs.a)),
-            ("B", Some(&inputs.b)),
-            ("C", Some(&inputs.c)),
-            ("D", inputs.d.as_ref()),
-            ("z", inputs.z.as_ref()),
-            ("dt_bias", inputs.dt_bias.as_ref()),
-            ("initial_states", inputs.initial_states.as_ref()),
-        ] {
-            job.place(name, values, &mut image);
-        }
+        place_common!(job, inputs, &mut image);
+        job.place("initial_states", inputs.initial_states.as_ref(), &mut image);
         let offsets: Option<Vec<u8>> = inputs
             .cu_seqlens
             .as_ref()
@@ -179,18 +186,7 @@ impl Emulator {
         let program = self.compiler.compile(&rendered, false, &self.cache)?;
         let mut image = Image::default();
         let mut job = Job::default();
-        for (name, values) in [
-            ("x", Some(&inputs.x)),
-            ("dt", Some(&inputs.dt)),
-            ("A", Some(&inputs.a)),
-            ("B", Some(&inputs.b)),
-            ("C", Some(&inputs.c)),
-            ("D", inputs.d.as_ref()),
-            ("z", inputs.z.as_ref()),
-            ("dt_bias", inputs.dt_bias.as_ref()),
-        ] {
-            job.place(name, values, &mut image);
-        }
+        place_common!(job, inputs, &mut image);
         let indices = inputs.state_batch_indices.clone().map(Values::I32);
         job.place("state_batch_indices", indices.as_ref(), &mut image);
         let state = image.add(&inputs.state.to_le_bytes());

@@ -780,11 +780,11 @@ fn segment_kernels<S: Parameters, F: Parameters>(
     forward: fn(F) -> KernelConfig,
 ) -> Option<(S, SegmentScan, F)> {
     let legal = |config: &KernelConfig| check_kernel(config, problem, device).is_ok();
-    let fused_forward = nearest(wanted::<F>(segment, problem), |c| {
+    let fused_forward = nearest(starting_point::<F>(segment, problem), |c| {
         has_segment(c, segment) && legal(&forward(c.clone()))
     })?;
     let segment_scan = SegmentScan { segment };
-    let wanted = wanted::<S>(segment, problem);
+    let wanted = starting_point::<S>(segment, problem);
     // The whole sequence at once launches neither of the other two.
     let segment_state = if segment == 0 {
         wanted
@@ -806,7 +806,7 @@ fn segment_row<P: Parameters>() -> usize {
 }
 
 /// The table's defaults with this segment and, where the kernel has one, the narrowest BLOCK_HEAD that covers headdim.
-fn wanted<P: Parameters>(segment: u32, problem: &Problem) -> P {
+fn starting_point<P: Parameters>(segment: u32, problem: &Problem) -> P {
     let mut config = P::default();
     config.set_value(segment_row::<P>(), segment);
     if let Some(row) = P::ROWS.iter().position(|r| r.name == "block_head") {

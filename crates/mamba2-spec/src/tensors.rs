@@ -335,16 +335,7 @@ fn views_allow_16_byte_copies<I: HasMeta, O: HasMeta>(
     inputs: &ForwardInputs<I>,
     outputs: &ForwardOutputs<O>,
 ) -> bool {
-    [
-        Some(&inputs.x),
-        Some(&inputs.b),
-        Some(&inputs.c),
-        inputs.z.as_ref(),
-    ]
-    .into_iter()
-    .flatten()
-    .all(is_16_byte_aligned)
-        && is_16_byte_aligned(&outputs.out)
+    inputs.copied().all(is_16_byte_aligned) && is_16_byte_aligned(&outputs.out)
 }
 
 fn is_16_byte_aligned<T: HasMeta>(tensor: &T) -> bool {
@@ -356,6 +347,13 @@ fn is_16_byte_aligned<T: HasMeta>(tensor: &T) -> bool {
             .iter()
             .zip(meta.strides())
             .all(|(n, s)| *n <= 1 || (s * bytes).is_multiple_of(16))
+}
+
+impl<T> ForwardInputs<T> {
+    /// The tensors that kernels may copy row by row into shared memory: x, B, C, and z if there is one.
+    pub fn copied(&self) -> impl Iterator<Item = &T> {
+        [&self.x, &self.b, &self.c].into_iter().chain(&self.z)
+    }
 }
 
 impl<T: HasMeta> ForwardInputs<T> {
