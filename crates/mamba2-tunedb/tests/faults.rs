@@ -234,12 +234,22 @@ fn t3_kill_9_at_random_moments_loses_nothing_that_was_committed() {
         Vec::<String>::new()
     );
     ops::prune(&db, &ops::PrunePolicy::default(), DEFAULT_WAIT).unwrap();
-    assert_eq!(
-        (
-            batches(&db),
-            ops::verify(&db, DEFAULT_WAIT).unwrap().leftovers
-        ),
-        (found, 0)
+    assert_eq!(ops::verify(&db, DEFAULT_WAIT).unwrap().leftovers, 0);
+    // The commit that the last kill cut off may have reached the store and not the snapshot, which prune writes anew: it was not
+    // acknowledged, so it may be there or not. Everything else is as before.
+    let after = batches(&db);
+    let gained: Vec<usize> = after
+        .iter()
+        .copied()
+        .filter(|i| found.binary_search(i).is_err())
+        .collect();
+    assert!(
+        found.iter().all(|i| after.binary_search(i).is_ok()),
+        "{found:?} in {after:?}"
+    );
+    assert!(
+        gained.len() <= 1 && gained.iter().all(|i| !committed.contains(i)),
+        "{gained:?} came from nowhere"
     );
 }
 
