@@ -23,6 +23,7 @@
 #include "common/softplus.cuh"
 #include "common/tiles.cuh"
 #include "common/work.cuh"
+#include "ptx/launch.cuh"
 
 using X = Element<X_DTYPE>;
 
@@ -236,6 +237,7 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Item
 
 extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) compute_out(const __grid_constant__ ForwardArgs args) {
   extern __shared__ __align__(128) unsigned char smem[];
+  griddepcontrol_wait();
   const int warp = threadIdx.x / 32;
   X* c_rows = reinterpret_cast<X*>(smem) + warp * 16 * C_LD;
   const float* g_tile = reinterpret_cast<const float*>(smem + G_OFFSET);

@@ -8,7 +8,7 @@
 //
 // Grid   sequences * nheads * ceil(headdim / BLOCK_HEAD) * ceil(dstate / BLOCK_STATE) blocks, tiles of one head adjacent (they share x and B in L2)
 // Block  WARPS warps, WARPS_M x WARPS_N over the M x N tile
-// Shared ring of STAGES x { x [64][BLOCK_HEAD + 8], B [64][BLOCK_STATE + 8], w [64] }, then the staging tile [BLOCK_HEAD][BLOCK_STATE + 8]
+// Shared ring of STAGES x { x [64][BLOCK_HEAD + 8], B [64][BLOCK_STATE + 8], w [64] }
 // Tail   tokens past the sequence read as zero and have weight zero; an empty sequence copies its initial state
 // Source Dao and Gu 2024, section 6 (chunk state and state passing, fused)
 #include "mamba2_config.cuh"
@@ -18,6 +18,7 @@
 #include "common/require.cuh"
 #include "common/tiles.cuh"
 #include "common/work.cuh"
+#include "ptx/launch.cuh"
 
 using X = Element<X_DTYPE>;
 
@@ -40,8 +41,7 @@ constexpr int X_OFFSET = 0;
 constexpr int B_OFFSET = X_OFFSET + tile_elems(TILE_TOKENS, BLOCK_HEAD) * sizeof(X);
 constexpr int W_OFFSET = B_OFFSET + tile_elems(TILE_TOKENS, BLOCK_STATE) * sizeof(X);
 constexpr int STAGE_BYTES = W_OFFSET + TILE_TOKENS * sizeof(float);
-constexpr int STAGING_OFFSET = STAGES * STAGE_BYTES;
-static_assert(STAGING_OFFSET + tile_elems(BLOCK_HEAD, BLOCK_STATE) * sizeof(X) == SMEM_BYTES, "launch.rs carves the same shared memory");
+static_assert(STAGES * STAGE_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 static_assert(THREADS == 32 * WARPS, "launch.rs gives WARPS warps");
 
 // float32 fragments are three times as many registers: one 16-wide step at a time.
@@ -140,26 +140,38 @@ __device__ __forceinline__ void accumulate(float (&acc)[MT][NT][4], const unsign
   }
 }
 
-// Rounds the state to X_DTYPE and stores it as the start of chunk `slot`, in 16-byte pieces through the staging tile.
-__device__ __forceinline__ void store_chunk_state(const ForwardArgs& args, const Item& item, int64 slot, float (&acc)[MT][NT][4], X* staging) {
-  for_each_element(acc, [&](Position at, float v) { from_float(staging[at.p * B_LD + at.n], v); });
-  __syncthreads();
-  constexpr int VECTOR = 16 / sizeof(X);
-  constexpr int PER_ROW = BLOCK_STATE / VECTOR;
-  X* to = static_cast<X*>(args.states) + ((slot * args.nheads + item.head) * HEADDIM + item.p0) * STATES_ROW + item.n0;
+// Rounds the state to X_DTYPE and stores it as the start of chunk `slot`, straight from registers: a copy through shared memory would cost a
+// wait of the whole block a chunk. A warp fills 16 bytes of eight rows at a time, its next tile their other half.
+template <typename T>
+__device__ __forceinline__ void store_chunk_state(const ForwardArgs& args, const Item& item, int64 slot, const float (&acc)[MT][NT][4]) {
+  T* to = static_cast<T*>(args.states) + ((slot * args.nheads + item.head) * HEADDIM + item.p0) * STATES_ROW + item.n0;
+  const auto inside = [&](int p, int n) { return item.p0 + p < HEADDIM && item.n0 + n < STATES_ROW; };
 #pragma unroll
-  for (int i = 0; i < (BLOCK_HEAD * PER_ROW + THREADS - 1) / THREADS; ++i) {
-    const int at = i * THREADS + threadIdx.x;
-    if (BLOCK_HEAD * PER_ROW % THREADS != 0 && at >= BLOCK_HEAD * PER_ROW) break;
-    const int p = at / PER_ROW, n = at % PER_ROW * VECTOR;
-    if (item.p0 + p < HEADDIM && item.n0 + n < STATES_ROW)
-      *reinterpret_cast<uint4*>(to + static_cast<int64>(p) * STATES_ROW + n) = *reinterpret_cast<const uint4*>(staging + p * B_LD + n);
-  }
+  for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float first = acc[mt][nt][2 * r], second = acc[mt][nt][2 * r + 1];
+        Position at = position(mt, nt, 2 * r);
+        if constexpr (SWAP_AB && sizeof(T) == 2) {  // the pair lies along headdim: transposed, it lies along dstate
+          at.p += lane_row() - lane_column();
+          at.n += lane_column() - lane_row();
+          const unsigned bits = movmatrix_trans(pack<T>(first, second).bits);
+          if (inside(at.p, at.n)) *reinterpret_cast<unsigned*>(to + static_cast<int64>(at.p) * STATES_ROW + at.n) = bits;
+        } else if constexpr (SWAP_AB) {
+          if (inside(at.p, at.n)) from_float(to[static_cast<int64>(at.p) * STATES_ROW + at.n], first);
+          if (inside(at.p + 1, at.n)) from_float(to[static_cast<int64>(at.p + 1) * STATES_ROW + at.n], second);
+        } else {
+          if (inside(at.p, at.n)) *reinterpret_cast<Pair<T>*>(to + static_cast<int64>(at.p) * STATES_ROW + at.n) = pack<T>(first, second);
+        }
+      }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fwd_pass_state(const __grid_constant__ ForwardArgs args) {
   extern __shared__ __align__(128) unsigned char smem[];
-  X* staging = reinterpret_cast<X*>(smem + STAGING_OFFSET);
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
 
   for (int64 work = blockIdx.x; work < args.work_items; work += gridDim.x) {
     const Item item = locate_item(args, work);
@@ -192,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fwd_pass_state(const __
       if (ahead < tiles) copy_stage(args, item, ahead, smem + ahead_stage * STAGE_BYTES);
       cp_async_commit_group();
       if (tile % TILES_PER_CHUNK == 0) {
-        store_chunk_state(args, item, item.sequence.first_slot + tile / TILES_PER_CHUNK, acc, staging);
+        store_chunk_state<X>(args, item, item.sequence.first_slot + tile / TILES_PER_CHUNK, acc);
         const float decay = ex2_approx(fminf(g_last, 0.f));
         for_each_element(acc, [&](Position, float& v) { v *= decay; });
         if (tile + TILES_PER_CHUNK < tiles) g_last = chunk_decay(tile + TILES_PER_CHUNK);  // a chunk ahead of its use

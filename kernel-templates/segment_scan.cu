@@ -9,11 +9,13 @@
 #include "common/args.cuh"
 #include "common/dtypes.cuh"
 #include "common/require.cuh"
+#include "ptx/launch.cuh"
 
 constexpr int ELEMS = HEADDIM * STATES_ROW;
 constexpr int BLOCKS_PER_STATE = (ELEMS / 4 + THREADS - 1) / THREADS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) segment_scan(const __grid_constant__ ForwardArgs args) {
+  griddepcontrol_launch_dependents();
   for (int64 work = blockIdx.x; work < args.work_items; work += gridDim.x) {
     const int at = (static_cast<int>(work % BLOCKS_PER_STATE) * THREADS + threadIdx.x) * 4;
     const int64 sequence_head = work / BLOCKS_PER_STATE;
@@ -40,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) segment_scan(const __gr
       if (n + 2 < DSTATE) carry.z = load_element<INITIAL_DTYPE>(args.initial_states, from + 2);
       if (n + 3 < DSTATE) carry.w = load_element<INITIAL_DTYPE>(args.initial_states, from + 3);
     }
+    griddepcontrol_wait();
     float4* states = reinterpret_cast<float4*>(static_cast<float*>(args.states) + (slot * args.nheads + head) * ELEMS + at);
     const float* totals = args.da_cumsum + slot * args.nheads + head;
     const int64 step = static_cast<int64>(args.nheads) * (ELEMS / 4);

@@ -19,22 +19,35 @@ constexpr bool WITH_C = true;
 
 static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + SCORES_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
+// The state at the segment's start: as segment_scan left it, or added up here, segment after segment:
+//   H = exp2(total[q]) H + local[q],    H = initial_states or zero before
 __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
-  if (s.index == 0) return load_initial_state(args, s, head, state);
-  const float* from = segment_state(args, s.slot, head);
+  if (s.index == 0 || !args.scanned) {
+    load_initial_state(args, s, head, state);
+  } else {
 #pragma unroll
-  for (int i = 0; i < STATE_REGISTERS; i += 2) {
-    const int p = state_p(i), n = state_n(i);
-    float2 v = make_float2(0.f, 0.f);
-    if (head < end_head(s) && p < HEADDIM && n < STATES_ROW) v = *reinterpret_cast<const float2*>(from + p * STATES_ROW + n);
-    state[i] = v.x;
-    state[i + 1] = v.y;
+    for (int i = 0; i < STATE_REGISTERS; ++i) state[i] = 0.f;
+  }
+#pragma unroll 1
+  for (int64 slot = args.scanned ? s.slot : s.slot - s.index + 1; s.index > 0 && slot <= s.slot; ++slot) {
+    const bool valid = head < end_head(s);
+    const float* from = segment_state(args, slot, head);
+    const float decay = args.scanned || !valid ? 0.f : ex2_approx(fminf(args.da_cumsum[slot * args.nheads + head], 0.f));
+#pragma unroll
+    for (int i = 0; i < STATE_REGISTERS; i += 2) {
+      const int p = state_p(i), n = state_n(i);
+      float2 v = make_float2(0.f, 0.f);
+      if (valid && p < HEADDIM && n < STATES_ROW) v = *reinterpret_cast<const float2*>(from + p * STATES_ROW + n);
+      state[i] = decay * state[i] + v.x;
+      state[i + 1] = decay * state[i + 1] + v.y;
+    }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_forward(const __grid_constant__ ForwardArgs args,
     const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
+  call_maps<true>(maps);
   unsigned char* ring = smem + BARRIERS_BYTES;
   unsigned char* tiles = ring + STAGES * STAGE_BYTES;
   const Barriers barriers{smem_address(smem)};
@@ -60,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
     float state[HEADS][STATE_REGISTERS];
+    if (s.index > 0) griddepcontrol_wait();  // the states of the segments before; all else is there already
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) load_start_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
 
@@ -69,5 +83,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
 #pragma unroll
       for (int h = 0; h < HEADS; ++h) store_final_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
     }
+    if (s.index == 0) griddepcontrol_wait();  // whatever comes after this kernel comes after those before it
   }
 }

@@ -45,6 +45,8 @@ __device__ __forceinline__ void sum_segment(const Segment& s, const unsigned cha
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segment_state(const __grid_constant__ ForwardArgs args,
     const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
+  griddepcontrol_launch_dependents();
+  call_maps<false>(maps);
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
   const Segment s = locate_segment<HEAD_BLOCKS_PER_GROUP>(args, blockIdx.x);

@@ -43,10 +43,11 @@ struct ForwardArgs {
   int sequences;
   int chunk_slots;
   int chunks_per_row;  // chunk slots of one batch row; 0 when packed
+  int scanned;         // 1: segment_scan turns what segments add into states; 0: the forward pass adds them up itself
   float dt_min;
   float dt_max;
 };
-static_assert(sizeof(ForwardArgs) == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 8 * 4, "args.rs mirrors this struct");
+static_assert(sizeof(ForwardArgs) == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 10 * 4, "args.rs mirrors this struct");  // padded
 
 struct StepArgs {
   void* state;                     // [slots, nheads, headdim, dstate], STATE_DTYPE, updated in place

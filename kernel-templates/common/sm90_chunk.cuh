@@ -12,6 +12,8 @@
 #include "common/fragments.cuh"
 #include "common/require.cuh"
 #include "common/softplus.cuh"
+#include "ptx/launch.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/sm90_barrier.cuh"
 #include "ptx/sm90_tma.cuh"
 #include "ptx/sm90_wgmma.cuh"

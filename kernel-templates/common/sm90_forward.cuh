@@ -47,12 +47,13 @@ __device__ __forceinline__ void scale_state(float (&state)[STATE_REGISTERS], con
   for (int i = 0; i < STATE_REGISTERS; ++i) state[i] *= decay;
 }
 
-// Y^T [headdim x 64 tokens] = H C^T, H the state rounded to X_DTYPE: its registers are operand A already. Scales the state by the chunk's
-// decay as soon as it is rounded, and calls `meanwhile` under the products. Large states go part by part, for the registers' sake.
-template <typename F>
-__device__ __forceinline__ void multiply_state(float (&y)[32], float (&state)[STATE_REGISTERS], const unsigned char* c_boxes, const Vectors& v, F&& meanwhile) {
+// Starts Y^T [headdim x 64 tokens] = H C^T, H the state rounded to X_DTYPE: its registers are operand A already. Then scales the state by the
+// chunk's decay and starts H += (w x)^T B behind it, so that the tensor cores have work while Y is on its way through the rest. Two groups are
+// in flight at the end, of which the first is Y. Large states go part by part, for the registers' sake.
+__device__ __forceinline__ void start_state_products(float (&y)[32], float (&state)[STATE_REGISTERS], const FragmentA<X> (&weighted_x)[4],
+                                                     const unsigned char* stage, const Vectors& v) {
   constexpr int STEPS = DSTATE_PADDED / 16, PART = HEADS * STATE_REGISTERS > 64 ? 4 : STEPS;
-  const WgmmaDescriptor<128> c(smem_address(c_boxes), 0);
+  const WgmmaDescriptor<128> c(smem_address(stage), 0);
 #pragma unroll
   for (int part = 0; part < STEPS; part += PART) {
     FragmentA<X> h[PART];
@@ -65,9 +66,10 @@ __device__ __forceinline__ void multiply_state(float (&y)[32], float (&state)[ST
 #pragma unroll
     for (int k = part; k < part + PART; ++k) multiply_registers<0>(y, h[k - part], c.at(k / 4 * BOX_BYTES + k % 4 * 32), k > 0);
     wgmma_commit_group();
-    if (part == 0) meanwhile();
-    wgmma_wait_group<0>();
+    if (part + PART < STEPS) wgmma_wait_group<0>();
   }
+  start_state_update(state, weighted_x, stage + B_OFFSET);
+  wgmma_commit_group();
 }
 
 // What one head's output needs in every chunk, loaded once.
@@ -227,8 +229,13 @@ __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const S
       const Vectors v = vectors_of(stage, consumer * HEADS + h);
       unsigned char* x_box = stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES;
       float y[32];  // Y^T, 64 headdim rows x 64 tokens
-      FragmentA<X> x[4], weighted_x[4];
-      multiply_state(y, state[h], stage, v, [&] { load_transposed(x, x_box); });
+      FragmentA<X> weighted_x[4];
+      load_transposed(weighted_x, x_box);
+      weigh(weighted_x, weighted_x, v.w());
+      start_state_products(y, state[h], weighted_x, stage, v);
+      wgmma_wait_group<1>();  // H C^T
+      FragmentA<X> x[4];  // loaded anew: there are no registers for it beside H
+      load_transposed(x, x_box);
 #pragma unroll
       for (int t = 0; t < 8; ++t) {
         const float2 rise = *reinterpret_cast<const float2*>(v.rise() + t * 8 + lane % 4 * 2);
@@ -243,15 +250,10 @@ __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const S
 #pragma unroll
       for (int k = 0; k < 4; ++k) multiply_registers<0>(y, x[k], scores.at(k * 32), 1);
       wgmma_commit_group();
-      weigh(weighted_x, x, v.w());
-      wgmma_fence();
-      start_state_update(state[h], weighted_x, stage + B_OFFSET);
-      wgmma_commit_group();
-      wgmma_wait_group<1>();  // x^T S^T
+      wgmma_wait_group<0>();  // x^T S^T and the state update
       arrive_warp(score_barriers.empty(consumer, from.stage));
       store_output(args, out[h], y, x, x_box, consumer + 1);
       fence_proxy_async();  // the next copy into the x box comes through another proxy than its last reads and writes
-      wgmma_wait_group<0>();  // the state update
     }
     arrive_warp(barriers.empty(at.stage));
   }

@@ -70,6 +70,16 @@ struct Barriers {
   }
 };
 
+// Calls the tensor maps, by the thread that will copy.
+template <bool COPY_C>
+__device__ __forceinline__ void call_maps(const TensorMaps& maps) {
+  if (threadIdx.x != PRODUCER_THREADS - 32) return;
+  prefetch_tensor_map(&maps.b);
+  prefetch_tensor_map(&maps.x);
+  if (COPY_C) prefetch_tensor_map(&maps.c);
+  if (WITH_Z && COPY_C) prefetch_tensor_map(&maps.z);
+}
+
 // Copies one chunk's boxes; one thread.
 template <bool COPY_C>
 __device__ __forceinline__ void copy_stage(const TensorMaps& maps, const Segment& s, int token, unsigned stage, unsigned full) {
@@ -98,71 +108,63 @@ __device__ __forceinline__ void clear_tail(unsigned char* stage, int row) {
 }
 
 // Warpgroup 0: fills the ring, from `at`, for every chunk of the segment, the last first if BACKWARD; then w decays to the segment's end.
-// Warp w makes the vectors of the heads w, w + 4, ...; the last, which mostly has none, starts the copies, so that they do not wait for
-// vectors.
+// Warp w makes the vectors of head w; the last, which mostly has none, starts the copies, so that they do not wait for vectors. Raw dt is
+// loaded a chunk ahead, and called into L2 some chunks before that: a loop that holds more of it in registers is unrolled, and its code,
+// run once each, comes slower than the data.
 template <bool COPY_C, bool BACKWARD>
 __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment s, unsigned char* ring, const Barriers& barriers,
                                         RingPosition<STAGES>& at, RingPosition<1>& tail) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  constexpr int HEADS_WARP = (HEADS_BLOCK + 3) / 4;
-  constexpr int DT_AHEAD = HEADS_WARP == 1 ? 4 : 2;
+  static_assert(HEADS_BLOCK <= PRODUCER_THREADS / 32, "a warp makes the vectors of one head");
+  constexpr int DT_AHEAD = 4;  // chunks
   constexpr int STEP = BACKWARD ? -CHUNK : CHUNK;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = first_head(s) + warp;
+  const bool valid = warp < HEADS_BLOCK && head < end_head(s);
   const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-  const int first_token = BACKWARD ? (chunks - 1) * CHUNK : 0;  // of the first chunk to be copied
-  RawDt raw[DT_AHEAD][HEADS_WARP][2];
-  float a[HEADS_WARP], bias[HEADS_WARP], after[HEADS_WARP];
-  bool valid[HEADS_WARP];
-#pragma unroll
-  for (int i = 0; i < HEADS_WARP; ++i) {
-    const int head = first_head(s) + warp + i * 4;
-    valid[i] = warp + i * 4 < HEADS_BLOCK && head < end_head(s);
-    a[i] = valid[i] ? args.A[head] * LOG2_E : 0.f;
-    bias[i] = HAS_DT_BIAS && valid[i] ? args.dt_bias[head] : 0.f;
-    after[i] = 0.f;
-  }
-  const Element<DT_DTYPE>* dt_next = static_cast<const Element<DT_DTYPE>*>(args.dt) + s.row * args.dt_strides.batch +
-                                     (s.first + first_token + 2 * lane) * args.dt_strides.token + (first_head(s) + warp) * args.dt_strides.head;
-  int dt_token = first_token + 2 * lane;
-  const auto load_dt = [&](RawDt (&to)[HEADS_WARP][2]) {  // of the chunk after the last call's
-#pragma unroll
-    for (int i = 0; i < HEADS_WARP; ++i)
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        to[i][e] = valid[i] && dt_token >= 0 && e < s.tokens - dt_token ? dt_next[e * args.dt_strides.token + i * 4 * args.dt_strides.head] : RawDt{};
-    dt_next += STEP * args.dt_strides.token;
-    dt_token += STEP;
+  int token = BACKWARD ? (chunks - 1) * CHUNK : 0;  // of the chunk to be copied
+  const RawDt* dt_at = static_cast<const RawDt*>(args.dt) + s.row * args.dt_strides.batch + head * args.dt_strides.head +
+                       (s.first + token + 2 * lane) * args.dt_strides.token;
+  // dt of this lane's token e, `ahead` chunks after the one whose turn it is.
+  const auto has_dt = [&](int ahead, int e) {
+    const int of_lane = token + ahead * STEP + 2 * lane;
+    return valid && of_lane >= 0 && of_lane + e < s.tokens;
   };
+  const auto dt_address = [&](int ahead, int e) { return dt_at + (ahead * STEP + e) * args.dt_strides.token; };
+  const auto call_dt = [&](int ahead) {
 #pragma unroll
-  for (int i = 0; i < DT_AHEAD; ++i) load_dt(raw[i]);
+    for (int e = 0; e < 2; ++e)
+      if (has_dt(ahead, e)) prefetch_l2(dt_address(ahead, e));
+  };
+  RawDt raw[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) raw[e] = has_dt(0, e) ? *dt_address(0, e) : RawDt{};
+#pragma unroll 1
+  for (int ahead = 1; ahead < DT_AHEAD; ++ahead) call_dt(ahead);
+  const float a = valid ? args.A[head] * LOG2_E : 0.f;
+  const float bias = HAS_DT_BIAS && valid ? args.dt_bias[head] : 0.f;
+  float after = 0.f;
 
-  int token = first_token;
-  for (int chunk0 = 0; chunk0 < chunks; chunk0 += DT_AHEAD) {
-#pragma unroll
-    for (int ahead = 0; ahead < DT_AHEAD; ++ahead) {
-      if (chunk0 + ahead >= chunks) break;
-      wait_barrier(barriers.empty(at.stage), at.parity ^ 1);
-      unsigned char* stage = ring + at.stage * STAGE_BYTES;
-      const bool ends_inside = PACKED && s.tokens - token < CHUNK;
-      if (threadIdx.x == PRODUCER_THREADS - 32)
-        copy_stage<COPY_C>(maps, s, static_cast<int>(s.first) + token, smem_address(stage), ends_inside ? barriers.tail() : barriers.full(at.stage));
-      if (ends_inside) {
-        wait_barrier(barriers.tail(), tail.parity);
-        tail.advance();
-        clear_tail(stage, s.tokens - token);
-        if (threadIdx.x == 0) mbarrier_arrive(barriers.full(at.stage));  // in place of the copies
-      }
-#pragma unroll
-      for (int i = 0; i < HEADS_WARP; ++i)
-        if (warp + i * 4 < HEADS_BLOCK) {
-          const float whole = make_vectors(args, raw[ahead][i], a[i], bias[i], valid[i] ? s.tokens - token - 2 * lane : 0, after[i],
-                                           reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + (warp + i * 4) * (VECTORS * CHUNK / 2) + lane);
-          if constexpr (BACKWARD) after[i] += whole;
-        }
-      arrive_warp(barriers.full(at.stage));
-      at.advance();
-      token += STEP;
-      load_dt(raw[ahead]);
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; ++chunk, at.advance(), token += STEP, dt_at += STEP * args.dt_strides.token) {
+    wait_barrier(barriers.empty(at.stage), at.parity ^ 1);
+    unsigned char* stage = ring + at.stage * STAGE_BYTES;
+    const bool ends_inside = PACKED && s.tokens - token < CHUNK;
+    if (threadIdx.x == PRODUCER_THREADS - 32)
+      copy_stage<COPY_C>(maps, s, static_cast<int>(s.first) + token, smem_address(stage), ends_inside ? barriers.tail() : barriers.full(at.stage));
+    if (ends_inside) {
+      wait_barrier(barriers.tail(), tail.parity);
+      tail.advance();
+      clear_tail(stage, s.tokens - token);
+      if (threadIdx.x == 0) mbarrier_arrive(barriers.full(at.stage));  // in place of the copies
     }
+    if (warp < HEADS_BLOCK) {
+      const float whole = make_vectors(args, raw, a, bias, valid ? s.tokens - token - 2 * lane : 0, after,
+                                       reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + warp * (VECTORS * CHUNK / 2) + lane);
+      if constexpr (BACKWARD) after += whole;
+    }
+    arrive_warp(barriers.full(at.stage));
+#pragma unroll
+    for (int e = 0; e < 2; ++e) raw[e] = has_dt(1, e) ? *dt_address(1, e) : RawDt{};
+    call_dt(DT_AHEAD);
   }
 }
 

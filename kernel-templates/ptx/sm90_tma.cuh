@@ -18,3 +18,6 @@ __device__ __forceinline__ void tma_load_4d(unsigned smem, const TensorMap* map,
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier)
       : "memory");
 }
+
+// Calls a tensor map from device memory, some hundred cycles before the first copy that needs it.
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }

@@ -67,6 +67,7 @@ argument_struct! {
         sequences: i32,
         chunk_slots: i32,
         chunks_per_row: i32,
+        scanned: i32,
         dt_min: f32,
         dt_max: f32,
     }
@@ -130,7 +131,7 @@ argument_struct! {
     }
 }
 
-const _: () = assert!(size_of::<ForwardArgs>() == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 8 * 4);
+const _: () = assert!(size_of::<ForwardArgs>() == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 10 * 4);
 const _: () = assert!(size_of::<StepArgs>() == 11 * 8 + 18 * 8 + 3 * 8 + 3 * 8 + 6 * 4);
 
 impl ForwardArgs {
@@ -143,6 +144,7 @@ impl ForwardArgs {
             sequences: narrow("sequences", problem.sequences())?,
             chunk_slots: narrow("chunks of all sequences", plan.slots)?,
             chunks_per_row: narrow("chunks of a row", plan.slots_per_row)?,
+            scanned: plan.scanned().into(),
             dt_min: problem.dt_limit.min,
             dt_max: problem.dt_limit.max,
             ..ForwardArgs::default()

@@ -141,6 +141,12 @@ impl Device {
         self.shared.driver.version
     }
 
+    /// True if a kernel may start while the one before it runs (programmatic dependent launch): Hopper and later, and a driver that
+    /// can also capture such a pair in a graph.
+    pub(crate) fn overlaps_launches(&self) -> bool {
+        self.facts().arch.0 >= 90 && self.driver_version() >= (12, 3)
+    }
+
     /// Free and total memory. Unit: bytes.
     ///
     /// # Errors

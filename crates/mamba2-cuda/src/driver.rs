@@ -40,6 +40,7 @@ const FUNCTIONS: &[&str] = &[
     "cuGraphLaunch",
     "cuInit",
     "cuLaunchKernel",
+    "cuLaunchKernelEx",
     "cuMemAlloc_v2",
     "cuMemFree_v2",
     "cuMemGetInfo_v2",

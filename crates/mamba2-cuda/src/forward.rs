@@ -188,13 +188,20 @@ impl LoadedForward {
         maps: &TensorMaps,
         which: std::ops::Range<usize>,
     ) -> Result<(), CudaError> {
+        let mut first = true;
         for kernel in &self.kernels[which] {
             args.work_items = kernel.launch.work_items as i64;
             let maps = kernel.launch.kernel.needs_wgmma().then_some(maps);
             // SAFETY: every kernel of a forward pass takes one ForwardArgs by value, and those that say so one TensorMaps after it. The
             // pointers are those of tensors whose shapes, strides and dtypes were checked against the problem the kernel was
             // compiled for; that they are valid was vouched for when they were made.
-            unsafe { kernel.module.launch(stream, &kernel.launch, &args, maps) }?;
+            unsafe {
+                let overlap = !first && self.device.overlaps_launches();
+                kernel
+                    .module
+                    .launch(stream, &kernel.launch, &args, maps, overlap)
+            }?;
+            first &= kernel.launch.grid == 0;
         }
         Ok(())
     }

@@ -119,6 +119,7 @@ impl Module {
     }
 
     /// Enqueues one launch with `args` and, if the kernel takes a second parameter, `more`. The device's context must be current.
+    /// With `overlap` it may start while the kernel enqueued before it still runs, and waits for that one itself.
     ///
     /// # Safety
     /// `A` and `B` are the parameter types of the kernel (`more` is `None` if it has one), and every pointer in them is valid on
@@ -129,6 +130,7 @@ impl Module {
         grid: impl Into<Grid>,
         args: &A,
         more: Option<&B>,
+        overlap: bool,
     ) -> Result<(), CudaError> {
         let grid = grid.into();
         if grid.blocks == 0 {
@@ -139,6 +141,9 @@ impl Module {
             std::ptr::from_ref(args).cast_mut().cast::<c_void>(),
             more.cast_mut().cast::<c_void>(),
         ];
+        if overlap {
+            return self.launch_overlapping(stream, grid, &mut parameters);
+        }
         // SAFETY: parameters of the kernel's types, by whoever calls; the driver copies as many as the kernel has and writes none.
         check("cuLaunchKernel", unsafe {
             sys::cuLaunchKernel(
@@ -151,6 +156,42 @@ impl Module {
                 1,
                 grid.smem_bytes as u32,
                 stream.raw(),
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        })
+    }
+
+    fn launch_overlapping(
+        &self,
+        stream: &Stream,
+        grid: Grid,
+        parameters: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue {
+                programmaticStreamSerializationAllowed: 1,
+            },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: grid.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: grid.smem_bytes as u32,
+            hStream: stream.raw(),
+            attrs: &mut attribute,
+            numAttrs: 1,
+        };
+        // SAFETY: as cuLaunchKernel's; config and its one attribute live until the call returns.
+        check("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(
+                &config,
+                self.function,
                 parameters.as_mut_ptr(),
                 std::ptr::null_mut(),
             )

@@ -115,7 +115,7 @@ impl LoadedStep {
         unsafe {
             self.kernel
                 .module
-                .launch(stream, &self.kernel.launch, &args, None::<&()>)
+                .launch(stream, &self.kernel.launch, &args, None::<&()>, false)
         }
     }
 }

@@ -77,7 +77,7 @@ impl Copier {
         let blocks = blocks.clamp(1, 1 << 30) as u32;
         let _bound = self.device.bind()?;
         // SAFETY: tool_copy takes one CopyArgs by value. Both buffers have that many vectors, and addresses of allocations are aligned.
-        unsafe { self.module.launch(stream, grid(blocks), &args, None::<&()>) }
+        unsafe { self.module.launch(stream, grid(blocks), &args, None::<&()>, false) }
     }
 }
 
@@ -220,7 +220,7 @@ impl Comparer {
         // for each row of the first axis, and writes one result a thread, for which `found` was made.
         unsafe {
             self.module
-                .launch(stream, grid(COMPARE_BLOCKS), &args, None::<&()>)
+                .launch(stream, grid(COMPARE_BLOCKS), &args, None::<&()>, false)
         }?;
         drop(bound);
         stream.synchronize()?;

@@ -84,6 +84,7 @@ void fill(ForwardArgs& a) {
   a.chunk_slots = static_cast<int>(number("chunk_slots"));
   a.chunks_per_row = static_cast<int>(number("chunks_per_row"));
   a.segment = static_cast<int>(number("segment"));
+  a.scanned = static_cast<int>(number("scanned"));
 }
 void fill(StepArgs& a) {
   fill_common(a);

@@ -141,6 +141,7 @@ impl Emulator {
         job.set("chunk_slots", [plan.slots]);
         job.set("chunks_per_row", [plan.slots_per_row]);
         job.set("segment", [plan.segment]);
+        job.set("scanned", [u8::from(plan.scanned())]);
         for ((config, program), launch) in kernels.iter().zip(&programs).zip(&plan.launches) {
             if launch.grid == 0 {
                 continue;

@@ -69,6 +69,15 @@ pub struct LaunchPlan {
     pub segment: usize,
 }
 
+impl LaunchPlan {
+    /// True if segment_scan turns what the segments add into states at their starts; false if the forward pass adds them up itself.
+    pub fn scanned(&self) -> bool {
+        self.launches
+            .iter()
+            .any(|l| l.kernel == Kernel::SegmentScan && l.grid > 0)
+    }
+}
+
 /// dstate as stored in the workspace: rows stay 16-byte aligned.
 pub fn states_row_elems(problem: &Problem) -> usize {
     problem.dstate.next_multiple_of(8)
@@ -99,7 +108,6 @@ fn fwd_pass_state_launch(c: &FwdPassState, problem: &Problem) -> KernelLaunch {
         * (tile_bytes(TILE_TOKENS, c.block_head, elem)
             + tile_bytes(TILE_TOKENS, c.block_state, elem)
             + TILE_TOKENS * 4);
-    let staging = tile_bytes(c.block_head as usize, c.block_state, elem);
     let items = (problem.sequences() * problem.nheads) as u64
         * problem.headdim.div_ceil(c.block_head as usize) as u64
         * problem.dstate.div_ceil(c.block_state as usize) as u64;
@@ -108,7 +116,7 @@ fn fwd_pass_state_launch(c: &FwdPassState, problem: &Problem) -> KernelLaunch {
         items,
         items,
         32 * c.warps,
-        ring + staging,
+        ring,
     )
 }
 
@@ -144,6 +152,9 @@ const SM90_CHUNK: usize = 64;
 const SM90_BOX_BYTES: usize = SM90_CHUNK * 128;
 /// What a head's chunk has beside its tiles: five float32 numbers a token.
 const SM90_VECTORS_BYTES: usize = 5 * SM90_CHUNK * 4;
+
+/// Segments of a sequence up to which sm90_fused_forward needs no segment_scan.
+const MAX_SEGMENTS_WITHOUT_SCAN: usize = 4;
 
 /// Segment items of all sequences: as [`Problem::chunk_slots`], but an empty sequence has one, for its final state.
 fn segment_items(segment: u32, problem: &Problem) -> usize {
@@ -356,12 +367,28 @@ fn launch(
     }
 }
 
+/// Few segments are added up where their states are loaded: segments * (segments - 1) / 2 reads out of L2 cost less than a launch.
+fn needs_scan(config: &StrategyConfig, problem: &Problem) -> bool {
+    match config {
+        StrategyConfig::Sm90Fused(c) => {
+            segments_per_row(c.fused_forward.segment, problem) > MAX_SEGMENTS_WITHOUT_SCAN
+        }
+        _ => true,
+    }
+}
+
 /// Launches and workspace of a whole strategy.
 pub fn plan(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) -> LaunchPlan {
     let launches = config
         .kernels()
         .iter()
-        .map(|k| kernel_launch(k, problem, device))
+        .map(|k| {
+            let mut launch = kernel_launch(k, problem, device);
+            if launch.kernel == Kernel::SegmentScan && !needs_scan(config, problem) {
+                launch.grid = 0;
+            }
+            launch
+        })
         .collect();
     let (slots, slots_per_row) = match config.segment() {
         _ if matches!(config, StrategyConfig::Sm90Cluster(_)) => (problem.sequences(), 1),

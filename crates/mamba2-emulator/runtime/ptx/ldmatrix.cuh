@@ -22,3 +22,13 @@ inline void load_matrices(unsigned (&r)[4], const void* row, bool transposed) {
 
 inline void ldmatrix_x4(unsigned (&r)[4], const void* row) { emulator::load_matrices(r, row, false); }
 inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) { emulator::load_matrices(r, row, true); }
+inline unsigned movmatrix_trans(unsigned v) {
+  struct Lane {
+    unsigned from, to;
+  } lane{v, 0};
+  emulator::warp(lane, [](Lane** lanes) {
+    const auto at = [&](int i, int j) { return lanes[i * 4 + j / 2]->from >> (j % 2 * 16) & 0xffffu; };
+    for (int l = 0; l < 32; ++l) lanes[l]->to = at(l % 4 * 2, l / 4) | at(l % 4 * 2 + 1, l / 4) << 16;
+  });
+  return lane.to;
+}

@@ -1,0 +1,3 @@
+#pragma once
+
+inline void prefetch_l2(const void*) {}
