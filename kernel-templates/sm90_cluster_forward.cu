@@ -9,6 +9,7 @@
 // Block  a producer warpgroup, WARPGROUPS consumers of one head each, a score warpgroup
 // Shared barriers and totals, then the ring (common/sm90_pipeline.cuh), then per consumer the exchanged state [STATE_REGISTERS / 4][128]
 //        float4, a thread's registers four by four; then S [WARPGROUPS][SCORE_SLOTS boxes]
+//        and Y [WARPGROUPS][OUTPUT_SLOTS boxes]
 // Tail   as in common/sm90_pipeline.cuh; blocks past a short sequence have no tokens and still take part in the exchange
 // Source Dao and Gu 2024, section 6, all steps in one launch
 #include "mamba2_config.cuh"
@@ -22,7 +23,7 @@ constexpr int HEADS = 1;    // a warpgroup; two spill
 constexpr int STATE_BYTES = STATE_REGISTERS * 128 * 4;  // of one head
 constexpr int EXCHANGE_OFFSET = BARRIERS_BYTES + STAGES * STAGE_BYTES;
 constexpr int SCORES_OFFSET = EXCHANGE_OFFSET + WARPGROUPS * STATE_BYTES;
-static_assert(SCORES_OFFSET + SCORES_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+static_assert(SCORES_OFFSET + SCORES_BYTES + OUTPUT_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
 constexpr int CLUSTER_BARRIERS_OFFSET = 512;  // behind the ring's barriers
 constexpr int TOTALS_OFFSET = 640;
@@ -190,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) __cluster_d
       }
     }
     if (resident) at = {};
-    forward_segment(args, s, ring, smem + SCORES_OFFSET, barriers, score_barriers, consumer, at, state);
+    forward_segment(args, maps, s, ring, smem + SCORES_OFFSET, barriers, score_barriers, consumer, at, state);
     if (s.last) store_final_state(args, s, head, state[0]);
   }
 }

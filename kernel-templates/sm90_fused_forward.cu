@@ -9,6 +9,7 @@
 // Grid   one block per (sequence, segment, HEADS_BLOCK heads)
 // Block  a producer warpgroup, WARPGROUPS consumers of HEADS heads each, a score warpgroup
 // Shared barriers, then the ring (common/sm90_pipeline.cuh), then S [WARPGROUPS][SCORE_SLOTS boxes]
+//        and Y [WARPGROUPS][OUTPUT_SLOTS boxes]
 // Tail   as in common/sm90_pipeline.cuh; rows past the segment are not stored
 // Source Dao and Gu 2024, section 6, all steps in one pass
 #include "mamba2_config.cuh"
@@ -17,7 +18,7 @@ constexpr bool WITH_C = true;
 
 #include "common/sm90_forward.cuh"
 
-static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + SCORES_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + SCORES_BYTES + OUTPUT_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
 // The state at the segment's start: as segment_scan left it, or added up here, segment after segment:
 //   H = exp2(total[q]) H + local[q],    H = initial_states or zero before
@@ -78,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     for (int h = 0; h < HEADS; ++h) load_start_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
 
     RingPosition<STAGES> at;
-    forward_segment(args, s, ring, tiles, barriers, score_barriers, consumer, at, state);
+    forward_segment(args, maps, s, ring, tiles, barriers, score_barriers, consumer, at, state);
     if (s.last) {
 #pragma unroll
       for (int h = 0; h < HEADS; ++h) store_final_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);

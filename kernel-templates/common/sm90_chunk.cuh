@@ -34,7 +34,7 @@ MAMBA2_REQUIRE(P04, ALIGNED == 1, "16-byte copies");
 static_assert(THREADS == PRODUCER_THREADS + 128 * (WARPGROUPS + SCORE_WARPGROUPS), "launch.rs gives one producer warpgroup");
 
 struct TensorMaps {
-  TensorMap x, b, c, z;
+  TensorMap x, b, c, z, out;
 };
 
 struct Segment {

@@ -7,9 +7,11 @@
 
 #include "common/sm90_pipeline.cuh"
 
-// Tiles of S [64 x 64] that wait for each consumer.
+// Tiles of S [64 x 64] that wait for each consumer, and boxes of Y that it fills while the one before is stored.
 constexpr int SCORE_SLOTS = 2;
 constexpr int SCORES_BYTES = WARPGROUPS * SCORE_SLOTS * BOX_BYTES;
+constexpr int OUTPUT_SLOTS = 2;
+constexpr int OUTPUT_BYTES = WARPGROUPS * OUTPUT_SLOTS * BOX_BYTES;
 
 // A full and an empty barrier per tile of S, behind the ring's.
 struct ScoreBarriers {
@@ -72,39 +74,43 @@ __device__ __forceinline__ void start_state_products(float (&y)[32], float (&sta
   wgmma_commit_group();
 }
 
-// What one head's output needs in every chunk, loaded once.
-struct Output {
-  float d[2];     // D of the headdim rows lane / 4 and lane / 4 + 8 of the warp
-  X* at;          // this thread's 16-byte unit of row 16 warp + lane / 8 of the chunk
-  int rows_left;  // from that row on
-
-  Output() = default;
-  __device__ __forceinline__ Output(const ForwardArgs& args, const Segment& s, int head) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const bool valid = head < end_head(s);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int p = warp * 16 + lane / 4 + 8 * r;
-      d[r] = D_KIND > 0 && valid && (D_KIND == 1 || p < HEADDIM) ? args.D[head * args.d_head_stride + (D_KIND == 2 ? p : 0)] : 0.f;
-    }
-    at = static_cast<X*>(args.out) + s.row * args.out_strides.batch + (s.first + warp * 16 + lane / 8) * args.out_strides.token +
-         head * args.out_strides.head + lane % 8 * 8;
-    rows_left = valid ? s.tokens - warp * 16 - lane / 8 : 0;
+// The consumer's boxes of Y behind the tiles of S, and which one is next.
+struct OutputBoxes {
+  unsigned char* first;
+  int slot = 0;
+  __device__ __forceinline__ OutputBoxes(unsigned char* tiles, int consumer) : first(tiles + SCORES_BYTES + consumer * OUTPUT_SLOTS * BOX_BYTES) {}
+  __device__ __forceinline__ unsigned char* next() {
+    slot ^= 1;
+    return first + slot * BOX_BYTES;
   }
 };
 
-// Adds D x, applies the gate, and stores Y through the head's x box: a warp replaces the 16 headdim columns that only it has read.
-__device__ __forceinline__ void store_output(const ForwardArgs& args, Output& out, float (&y)[32], const FragmentA<X> (&x)[4], unsigned char* x_box,
-                                             int barrier) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+// D of the headdim rows lane / 4 and lane / 4 + 8 of the warp.
+struct HeadD {
+  float of_row[2];
+  HeadD() = default;
+  __device__ __forceinline__ HeadD(const ForwardArgs& args, const Segment& s, int head) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int p = warp * 16 + lane / 4 + 8 * r;
+      of_row[r] = D_KIND > 0 && head < end_head(s) && (D_KIND == 1 || p < HEADDIM) ? args.D[head * args.d_head_stride + (D_KIND == 2 ? p : 0)] : 0.f;
+    }
+  }
+};
+
+// Adds D x, applies the gate, and stores Y [64 tokens x headdim] through a box of shared memory. The box was stored from two calls ago: the
+// thread that starts the stores has seen to it before the barrier of the last call.
+__device__ __forceinline__ void store_output(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, int head, int token, const HeadD& d,
+                                             float (&y)[32], const FragmentA<X> (&x)[4], const unsigned char* x_box, unsigned char* box, int barrier) {
   if constexpr (D_KIND > 0) {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 v = unpack(x[k].pair[i]);
-        y[8 * k + 2 * i] += out.d[i % 2] * v.x;
-        y[8 * k + 2 * i + 1] += out.d[i % 2] * v.y;
+        y[8 * k + 2 * i] += d.of_row[i % 2] * v.x;
+        y[8 * k + 2 * i + 1] += d.of_row[i % 2] * v.y;
       }
   }
   if constexpr (HAS_Z) {
@@ -122,28 +128,30 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, Output& ou
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     const float* v = y + 8 * k;
-    stmatrix_x4_trans(transposed_at(x_box, k), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits, pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
+    stmatrix_x4_trans(transposed_at(box, k), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits, pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
   }
+  fence_proxy_async();
+  const bool stores = threadIdx.x % 128 == 0;
+  if (stores) bulk_wait_group_read<0>();
   bar_sync(barrier, 128);  // rows are whole
-  const unsigned char* from = x_box + (warp * 16 + lane / 8) * 128;
-  X* to = out.at;
+  const bool valid = head < end_head(s);
+  if (PACKED && s.tokens - token < CHUNK) {  // what follows is the next sequence's
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 8;
+    X* to = static_cast<X*>(args.out) + s.row * args.out_strides.batch + (s.first + token + row) * args.out_strides.token +
+            head * args.out_strides.head + lane % 8 * 8;
+#pragma unroll 1
+    for (int i = 0; i < 16; i += 4, to += 4 * args.out_strides.token) {
+      if (!valid || row + i >= s.tokens - token) break;
+      const uint4 v = *reinterpret_cast<const uint4*>(box + swizzled(row + i, lane % 8));
+      const unsigned words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (4 * i < out.rows_left) {
-      const uint4 v = *reinterpret_cast<const uint4*>(from + i * 512 + ((lane % 8 ^ (lane / 8 + i * 4) % 8) << 4));
-      if (HEADDIM == 64) {
-        *reinterpret_cast<uint4*>(to) = v;
-      } else {
-        const unsigned words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (lane % 8 * 8 + j < HEADDIM) to[j] = {static_cast<unsigned short>(words[j / 2] >> 16 * (j % 2))};
-      }
+      for (int j = 0; j < 8; ++j)
+        if (lane % 8 * 8 + j < HEADDIM) to[j] = {static_cast<unsigned short>(words[j / 2] >> 16 * (j % 2))};
     }
-    to += 4 * args.out_strides.token;
+  } else if (stores && valid) {
+    tma_store_4d(&maps.out, 0, head, static_cast<int>(s.first) + token, static_cast<int>(s.row), smem_address(box));
+    bulk_commit_group();
   }
-  out.at += CHUNK * args.out_strides.token;
-  out.rows_left -= CHUNK;
 }
 
 __device__ __forceinline__ void store_final_state(const ForwardArgs& args, const Segment& s, int head, const float (&state)[STATE_REGISTERS]) {
@@ -211,37 +219,37 @@ __device__ __forceinline__ void make_scores(const Segment& s, const unsigned cha
 }
 
 // The consumer's part: Y of every chunk of the segment, and the state at its end, from the state at its start. The ring is read from `at`.
-__device__ __forceinline__ void forward_segment(const ForwardArgs& args, const Segment& s, unsigned char* ring, unsigned char* tiles,
-                                                const Barriers& barriers, const ScoreBarriers& score_barriers, int consumer,
+__device__ __forceinline__ void forward_segment(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, const unsigned char* ring,
+                                                unsigned char* tiles, const Barriers& barriers, const ScoreBarriers& score_barriers, int consumer,
                                                 RingPosition<STAGES>& at, float (&state)[HEADS][STATE_REGISTERS]) {
   const int lane = threadIdx.x % 32;
-  const auto output_of = [&](int h) { return Output(args, s, first_head(s) + consumer * HEADS + h); };
-  Output out[HEADS] = {output_of(0)};
-  if constexpr (HEADS > 1) out[HEADS - 1] = output_of(HEADS - 1);
-
-  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
+  const auto head_of = [&](int h) { return first_head(s) + consumer * HEADS + h; };
+  HeadD d[HEADS] = {HeadD(args, s, head_of(0))};
+  if constexpr (HEADS > 1) d[HEADS - 1] = HeadD(args, s, head_of(HEADS - 1));
+  OutputBoxes boxes(tiles, consumer);
   RingPosition<SCORE_SLOTS> from;
-  for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
-    unsigned char* stage = ring + at.stage * STAGE_BYTES;
+  for (int token = 0; token < s.tokens; token += CHUNK, at.advance()) {
+    const unsigned char* stage = ring + at.stage * STAGE_BYTES;
     wait_barrier(barriers.full(at.stage), at.parity);
 #pragma unroll
     for (int h = 0; h < HEADS; ++h, from.advance()) {
       const Vectors v = vectors_of(stage, consumer * HEADS + h);
-      unsigned char* x_box = stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES;
+      const unsigned char* x_box = stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES;
       float y[32];  // Y^T, 64 headdim rows x 64 tokens
       FragmentA<X> weighted_x[4];
       load_transposed(weighted_x, x_box);
       weigh(weighted_x, weighted_x, v.w());
       start_state_products(y, state[h], weighted_x, stage, v);
+      float2 rise[8];
+#pragma unroll
+      for (int t = 0; t < 8; ++t) rise[t] = *reinterpret_cast<const float2*>(v.rise() + t * 8 + lane % 4 * 2);
       wgmma_wait_group<1>();  // H C^T
       FragmentA<X> x[4];  // loaded anew: there are no registers for it beside H
       load_transposed(x, x_box);
 #pragma unroll
-      for (int t = 0; t < 8; ++t) {
-        const float2 rise = *reinterpret_cast<const float2*>(v.rise() + t * 8 + lane % 4 * 2);
+      for (int t = 0; t < 8; ++t)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) y[4 * t + i] *= i % 2 ? rise.y : rise.x;
-      }
+        for (int i = 0; i < 4; ++i) y[4 * t + i] *= i % 2 ? rise[t].y : rise[t].x;
 
       wait_barrier(score_barriers.full(consumer, from.stage), from.parity);
       const WgmmaDescriptor<128> scores(smem_address(score_tile(tiles, consumer, from.stage)), 0);
@@ -252,9 +260,10 @@ __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const S
       wgmma_commit_group();
       wgmma_wait_group<0>();  // x^T S^T and the state update
       arrive_warp(score_barriers.empty(consumer, from.stage));
-      store_output(args, out[h], y, x, x_box, consumer + 1);
-      fence_proxy_async();  // the next copy into the x box comes through another proxy than its last reads and writes
+      if (!HAS_Z && h == HEADS - 1) arrive_warp(barriers.empty(at.stage));
+      store_output(args, maps, s, head_of(h), token, d[h], y, x, x_box, boxes.next(), consumer + 1);
+      if (HAS_Z && h == HEADS - 1) arrive_warp(barriers.empty(at.stage));
     }
-    arrive_warp(barriers.empty(at.stage));
   }
+  if (threadIdx.x % 128 == 0) bulk_wait_group_read<0>();  // before the block's shared memory is another's
 }

@@ -151,7 +151,7 @@ impl LoadedForward {
     ) -> Result<(), CudaError> {
         let args = self.args(stream, inputs, outputs, workspace)?;
         let _bound = self.device.bind()?;
-        let maps = self.tensor_maps(inputs)?;
+        let maps = self.tensor_maps(inputs, outputs)?;
         self.launch(stream, args, &maps, 0..self.kernels.len())
     }
 
@@ -176,7 +176,7 @@ impl LoadedForward {
         }
         let args = self.args(stream, inputs, outputs, workspace)?;
         let _bound = self.device.bind()?;
-        let maps = self.tensor_maps(inputs)?;
+        let maps = self.tensor_maps(inputs, outputs)?;
         self.launch(stream, args, &maps, index..index + 1)
     }
 
@@ -206,10 +206,15 @@ impl LoadedForward {
         Ok(())
     }
 
-    /// True if these views can be used: kernels that copy by tensor maps want every outer stride of x, B, C and z to be positive and below
-    /// 2^40 bytes. A call with others needs a config without such kernels.
-    pub fn accepts(&self, inputs: &ForwardInputs<DeviceTensor>) -> bool {
-        !self.uses_tensor_maps(inputs) || inputs.copied().all(TensorMap::can_map)
+    /// True if these views can be used: kernels that copy by tensor maps want every outer stride of x, B, C, z and out to be positive and
+    /// below 2^40 bytes. A call with others needs a config without such kernels.
+    pub fn accepts(
+        &self,
+        inputs: &ForwardInputs<DeviceTensor>,
+        outputs: &ForwardOutputs<DeviceTensor>,
+    ) -> bool {
+        let mut copied = inputs.copied().chain([&outputs.out]);
+        !self.uses_tensor_maps(inputs) || copied.all(TensorMap::can_map)
     }
 
     fn uses_tensor_maps(&self, inputs: &ForwardInputs<DeviceTensor>) -> bool {
@@ -222,13 +227,19 @@ impl LoadedForward {
 
     /// The tensor maps of this call, empty if no kernel copies by them. The device's context must be current. The kernels of a strategy
     /// have the same boxes.
-    fn tensor_maps(&self, inputs: &ForwardInputs<DeviceTensor>) -> Result<TensorMaps, CudaError> {
+    fn tensor_maps(
+        &self,
+        inputs: &ForwardInputs<DeviceTensor>,
+        outputs: &ForwardOutputs<DeviceTensor>,
+    ) -> Result<TensorMaps, CudaError> {
         let columns = self
             .kernels
             .iter()
             .find_map(|k| k.launch.kernel.x_box_columns());
         match columns {
-            Some(columns) if self.uses_tensor_maps(inputs) => TensorMaps::of(inputs, columns),
+            Some(columns) if self.uses_tensor_maps(inputs) => {
+                TensorMaps::of(inputs, outputs, columns)
+            }
             _ => Ok(TensorMaps::default()),
         }
     }

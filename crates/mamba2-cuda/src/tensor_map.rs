@@ -6,7 +6,7 @@ use cudarc::driver::sys::{
     self, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
     CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
-use mamba2_spec::{Dtype, ForwardInputs, HasMeta};
+use mamba2_spec::{Dtype, ForwardInputs, ForwardOutputs, HasMeta};
 
 use crate::driver::check;
 use crate::{CudaError, DeviceTensor};
@@ -37,15 +37,17 @@ pub(crate) struct TensorMaps {
     pub b: TensorMap,
     pub c: TensorMap,
     pub z: TensorMap,
+    pub out: TensorMap,
 }
 
 impl TensorMaps {
-    /// The maps of a kernel whose boxes of x and z are `x_columns` wide.
+    /// The maps of a kernel whose boxes of x, z and out are `x_columns` wide.
     ///
     /// # Errors
     /// As [`TensorMap::of`].
     pub fn of(
         inputs: &ForwardInputs<DeviceTensor>,
+        outputs: &ForwardOutputs<DeviceTensor>,
         x_columns: u32,
     ) -> Result<TensorMaps, CudaError> {
         Ok(TensorMaps {
@@ -56,6 +58,7 @@ impl TensorMaps {
                 Some(z) => TensorMap::of(z, x_columns)?,
                 None => TensorMap::default(),
             },
+            out: TensorMap::of(&outputs.out, x_columns)?,
         })
     }
 }

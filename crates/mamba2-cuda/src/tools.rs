@@ -77,7 +77,10 @@ impl Copier {
         let blocks = blocks.clamp(1, 1 << 30) as u32;
         let _bound = self.device.bind()?;
         // SAFETY: tool_copy takes one CopyArgs by value. Both buffers have that many vectors, and addresses of allocations are aligned.
-        unsafe { self.module.launch(stream, grid(blocks), &args, None::<&()>, false) }
+        unsafe {
+            self.module
+                .launch(stream, grid(blocks), &args, None::<&()>, false)
+        }
     }
 }
 

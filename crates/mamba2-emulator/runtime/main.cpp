@@ -152,6 +152,7 @@ int main(int, char** arguments) {
   maps.b = map_of(args.B, args.b_strides, groups, dstate, 64);
   maps.c = map_of(args.C, args.c_strides, groups, dstate, 64);
   maps.z = HAS_Z ? map_of(args.z, args.z_strides, args.nheads, static_cast<int>(number("axes", 3)), static_cast<int>(number("x_columns"))) : TensorMap{};
+  maps.out = map_of(args.out, args.out_strides, args.nheads, static_cast<int>(number("axes", 3)), static_cast<int>(number("x_columns")));
   const auto kernel = [&] { KERNEL(args, maps); };
 #else
   const auto kernel = [&] { KERNEL(args); };

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <functional>
 #include <map>
 #include <vector>
@@ -29,6 +30,7 @@ struct Thread {
 
 extern Thread threads[MAX_THREADS];
 extern int running;            // index into threads
+inline const bool late = std::getenv("EMULATOR_LATE") != nullptr;  // what is asynchronous happens as late as its waits allow
 extern int threads_per_block, blocks_per_cluster;
 extern Index first_block, grid;
 extern long events;            // whatever may let a waiting thread go on

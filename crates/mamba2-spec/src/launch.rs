@@ -111,13 +111,7 @@ fn fwd_pass_state_launch(c: &FwdPassState, problem: &Problem) -> KernelLaunch {
     let items = (problem.sequences() * problem.nheads) as u64
         * problem.headdim.div_ceil(c.block_head as usize) as u64
         * problem.dstate.div_ceil(c.block_state as usize) as u64;
-    launch(
-        Kernel::FwdPassState,
-        items,
-        items,
-        32 * c.warps,
-        ring,
-    )
+    launch(Kernel::FwdPassState, items, items, 32 * c.warps, ring)
 }
 
 fn compute_out_launch(c: &ComputeOut, problem: &Problem, device: &DeviceFacts) -> KernelLaunch {
@@ -199,11 +193,11 @@ impl Sm90Launch {
         let x_and_z = heads * if with_c && problem.z { 2 } else { 1 };
         let tiles = (boxes * if with_c { 2 } else { 1 } + x_and_z) * SM90_BOX_BYTES;
         let vectors = (heads * SM90_VECTORS_BYTES).next_multiple_of(1024);
-        // Of each consumer: in a cluster the exchanged state, and two tiles of S.
+        // Of each consumer: in a cluster the exchanged state, then two tiles of S and two boxes of Y.
         let own = match self.kernel {
             Kernel::Sm90SegmentState => 0,
-            Kernel::Sm90ClusterForward => 2 * boxes + 2,
-            _ => 2,
+            Kernel::Sm90ClusterForward => 2 * boxes + 4,
+            _ => 4,
         };
         1024 + self.stages as usize * (tiles + vectors)
             + self.warpgroups as usize * own * SM90_BOX_BYTES

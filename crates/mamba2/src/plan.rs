@@ -100,7 +100,7 @@ impl Plan {
         let path = match &loaded.unaligned {
             Some(any)
                 if inputs.alignment(outputs) == Alignment::Element
-                    || !loaded.main.accepts(inputs) =>
+                    || !loaded.main.accepts(inputs, outputs) =>
             {
                 any
             }

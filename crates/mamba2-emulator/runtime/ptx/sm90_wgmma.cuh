@@ -26,7 +26,6 @@ struct Pending {
   std::deque<std::vector<Product>> groups;
 };
 inline Pending pending[MAX_THREADS];
-inline const bool late = std::getenv("EMULATOR_LATE") != nullptr;
 
 // Element (i, k) of a tile, i along M or N.
 inline float tile_element(unsigned long long descriptor, bool transposed, int code, int i, int k) {
