@@ -17,7 +17,6 @@
 #include "common/require.cuh"
 #include "common/softplus.cuh"
 #include "common/work.cuh"
-#include "ptx/launch.cuh"
 
 static_assert(THREADS == 32 * BLOCK_H, "launch.rs gives one warp a head");
 static_assert(SMEM_BYTES == 0, "shared memory is static here");
@@ -29,7 +28,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chunk_cumsum(const __gr
   __shared__ float dt_tile[BLOCK_H][CHUNK_SIZE + 1];
   __shared__ float g_tile[BLOCK_H][CHUNK_SIZE + 1];
   __shared__ float low_tile[BLOCK_H][CHUNK_SIZE + 1];
-  griddepcontrol_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head_blocks = (args.nheads + BLOCK_H - 1) / BLOCK_H;
 

@@ -23,25 +23,26 @@ static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + SCORES_BYTES + OUTPUT_BYTE
 // The state at the segment's start: as segment_scan left it, or added up here, segment after segment:
 //   H = exp2(total[q]) H + local[q],    H = initial_states or zero before
 __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
-  if (s.index == 0 || !args.scanned) {
+  const int index = s.index;
+  if (index == 0 || !args.scanned) {
     load_initial_state(args, s, head, state);
   } else {
 #pragma unroll
     for (int i = 0; i < STATE_REGISTERS; ++i) state[i] = 0.f;
   }
+  if (index == 0 || head >= end_head(s)) return;
+  const int segments = args.scanned ? 1 : index;
+  const int64 step = static_cast<int64>(args.nheads) * (HEADDIM * STATES_ROW), slot = s.slot - segments + 1;
+  const float* from = segment_state(args, slot, head) + state_p(0) * STATES_ROW + state_n(0);
+  const float* total = args.da_cumsum + slot * args.nheads + head;
 #pragma unroll 1
-  for (int64 slot = args.scanned ? s.slot : s.slot - s.index + 1; s.index > 0 && slot <= s.slot; ++slot) {
-    const bool valid = head < end_head(s);
-    const float* from = segment_state(args, slot, head);
-    const float decay = args.scanned || !valid ? 0.f : ex2_approx(fminf(args.da_cumsum[slot * args.nheads + head], 0.f));
-#pragma unroll
-    for (int i = 0; i < STATE_REGISTERS; i += 2) {
-      const int p = state_p(i), n = state_n(i);
-      float2 v = make_float2(0.f, 0.f);
-      if (valid && p < HEADDIM && n < STATES_ROW) v = *reinterpret_cast<const float2*>(from + p * STATES_ROW + n);
-      state[i] = decay * state[i] + v.x;
-      state[i + 1] = decay * state[i + 1] + v.y;
-    }
+  for (int q = 0; q < segments; ++q, from += step, total += args.nheads) {
+    const float decay = args.scanned ? 0.f : ex2_approx(fminf(*total, 0.f));
+    for_each_pair(STATES_ROW, [&](int row, int column, int i) {
+      const float2 local = *reinterpret_cast<const float2*>(from + row * STATES_ROW + column);
+      state[i] = decay * state[i] + local.x;
+      state[i + 1] = decay * state[i + 1] + local.y;
+    });
   }
 }
 

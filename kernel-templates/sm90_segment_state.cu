@@ -73,11 +73,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
     for (int h = 0; h < HEADS; ++h) {
       const int head = first_head(s) + consumer * HEADS + h;
       if (head >= end_head(s)) continue;
-      float* to = segment_state(args, s.slot + 1, head);
-#pragma unroll
-      for (int i = 0; i < STATE_REGISTERS; i += 2)
-        if (state_p(i) < HEADDIM && state_n(i) < STATES_ROW)
-          *reinterpret_cast<float2*>(to + state_p(i) * STATES_ROW + state_n(i)) = make_float2(state[h][i], state[h][i + 1]);
+      float* to = segment_state(args, s.slot + 1, head) + state_p(0) * STATES_ROW + state_n(0);
+      for_each_pair(STATES_ROW, [&](int row, int column, int i) {
+        *reinterpret_cast<float2*>(to + row * STATES_ROW + column) = make_float2(state[h][i], state[h][i + 1]);
+      });
       if (threadIdx.x % 128 == 0) args.da_cumsum[(s.slot + 1) * args.nheads + head] = total[h];
     }
   }

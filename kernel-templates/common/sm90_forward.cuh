@@ -154,33 +154,35 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Tens
   }
 }
 
+// Calls f(index of the pair in memory, whether its second element is there, i) for the pairs of a state of DSTATE columns.
+template <typename F>
+__device__ __forceinline__ void for_each_state(const int64 (&strides)[3], int sequence, int head, F&& f) {
+  const int64 row_stride = strides[2], first = sequence * strides[0] + head * strides[1] + state_p(0) * row_stride + state_n(0);
+  for_each_pair(DSTATE, [&](int row, int column, int i) {
+    f(first + (row ? 8 * row_stride : 0) + column, DSTATE % 2 == 0 || state_n(0) + column + 1 < DSTATE, i);
+  });
+}
+
 __device__ __forceinline__ void store_final_state(const ForwardArgs& args, const Segment& s, int head, const float (&state)[STATE_REGISTERS]) {
   if constexpr (FINAL_DTYPE >= 0) {
     if (head >= end_head(s)) return;
-#pragma unroll
-    for (int i = 0; i < STATE_REGISTERS; ++i) {
-      const int p = state_p(i), n = state_n(i);
-      if (p < HEADDIM && n < DSTATE)
-        store_element<FINAL_DTYPE>(args.final_states, s.sequence * args.final_strides[0] + head * args.final_strides[1] + p * args.final_strides[2] + n, state[i]);
-    }
+    for_each_state(args.final_strides, s.sequence, head, [&](int64 at, bool both, int i) {
+      store_element<FINAL_DTYPE>(args.final_states, at, state[i]);
+      if (both) store_element<FINAL_DTYPE>(args.final_states, at + 1, state[i + 1]);
+    });
   }
 }
 
 // The state before the first token of a sequence.
 __device__ __forceinline__ void load_initial_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
 #pragma unroll
-  for (int i = 0; i < STATE_REGISTERS; i += 2) {
-    const int p = state_p(i), n = state_n(i);
-    float2 v = make_float2(0.f, 0.f);
-    if constexpr (INITIAL_DTYPE >= 0) {
-      if (head < end_head(s) && p < HEADDIM && s.tokens >= 0) {
-        const int64 at = s.sequence * args.initial_strides[0] + head * args.initial_strides[1] + p * args.initial_strides[2] + n;
-        if (n < DSTATE) v.x = load_element<INITIAL_DTYPE>(args.initial_states, at);
-        if (n + 1 < DSTATE) v.y = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
-      }
-    }
-    state[i] = v.x;
-    state[i + 1] = v.y;
+  for (int i = 0; i < STATE_REGISTERS; ++i) state[i] = 0.f;
+  if constexpr (INITIAL_DTYPE >= 0) {
+    if (head >= end_head(s) || s.tokens < 0) return;
+    for_each_state(args.initial_strides, s.sequence, head, [&](int64 at, bool both, int i) {
+      state[i] = load_element<INITIAL_DTYPE>(args.initial_states, at);
+      if (both) state[i + 1] = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
+    });
   }
 }
 

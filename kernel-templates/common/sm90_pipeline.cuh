@@ -209,6 +209,17 @@ __device__ __forceinline__ void start_state_update(float (&state)[STATE_REGISTER
   for (int k = 0; k < 4; ++k) multiply_registers<1>(state, a[k], b.at(k * 16 * 128), 1);
 }
 
-// headdim and dstate of accumulator element i of this thread.
+// headdim and dstate of accumulator element i of this thread: two rows, eight apart, and in each a pair of every eight columns.
 __device__ __forceinline__ int state_p(int i) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
 __device__ __forceinline__ int state_n(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+// Calls f(offset of the row, in rows; offset of the columns; i) for the pairs i, i + 1 of this thread's state, as offsets from element 0, which
+// are constants or a row stride away, if they lie within [HEADDIM][columns].
+template <typename F>
+__device__ __forceinline__ void for_each_pair(int columns, F&& f) {
+#pragma unroll
+  for (int i = 0; i < STATE_REGISTERS; i += 2) {
+    const int row = i / 2 % 2 * 8, column = i / 4 * 8;
+    if ((HEADDIM == 64 || state_p(0) + row < HEADDIM) && (columns >= DSTATE_PADDED || state_n(0) + column < columns)) f(row, column, i);
+  }
+}

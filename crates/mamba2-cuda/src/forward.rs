@@ -96,7 +96,12 @@ impl LoadedForward {
         let kernels = config
             .kernels()
             .par_iter()
-            .map(|kernel| LoadedKernel::load(device, jit, &render(kernel, problem, device.facts())))
+            .zip(&plan.launches)
+            .map(|(kernel, launch)| {
+                let mut rendered = render(kernel, problem, device.facts());
+                rendered.launch = *launch; // the plan knows what the other kernels leave to do
+                LoadedKernel::load(device, jit, &rendered)
+            })
             .collect::<Result<Vec<_>, _>>()?;
         Ok(LoadedForward {
             device: device.clone(),

@@ -6,6 +6,7 @@ mod common;
 use common::{check, check_on};
 use mamba2_emulator::Timing;
 use mamba2_reference::Pattern;
+use mamba2_spec::launch;
 use mamba2_spec::rules::{agreement_defaults, check_strategy};
 use mamba2_spec::{Arch, DeviceFacts, Kernel, KernelConfig, Problem, StrategyConfig};
 
@@ -151,6 +152,30 @@ fn both_layouts_and_both_operand_orders_of_the_three_kernels() {
         ],
     );
     check(&problem, &strategy, Timing::Early);
+}
+
+/// Few segments are added up by the forward pass itself, many by segment_scan.
+#[test]
+fn states_at_segment_starts_with_and_without_a_scan() {
+    for (shape, scanned) in [
+        ("b=1,l=500,h=3,p=64,g=1,n=64", false),
+        ("b=2,l=600,h=2,p=48,g=1,n=64", true),
+    ] {
+        let problem: Problem = shape.parse().unwrap();
+        let segment = "segment=128,warpgroups=2,stages=2";
+        let strategy = with(
+            &problem,
+            "sm90_fused",
+            &[
+                (Kernel::Sm90SegmentState, segment),
+                (Kernel::SegmentScan, "segment=128"),
+                (Kernel::Sm90FusedForward, segment),
+            ],
+        );
+        let plan = launch::plan(&strategy, &problem, &DeviceFacts::assumed(Arch(90)));
+        assert_eq!(plan.scanned(), scanned, "{shape}");
+        check(&problem, &strategy, Timing::Early);
+    }
 }
 
 #[test]
