@@ -54,7 +54,7 @@ fn the_default_of_every_strategy_compiles_without_a_spill_and_lands_in_the_cache
     assert!(candidates.len() >= 3);
     for (candidate, compiled) in candidates
         .iter()
-        .zip(executor.compile(&target, &candidates).unwrap())
+        .zip(executor.compile_all(&target, &candidates).unwrap())
     {
         let compiled = compiled.unwrap_or_else(|failure| panic!("{candidate}: {failure}"));
         assert!(compiled.registers > 0, "{candidate}");
@@ -81,7 +81,7 @@ fn a_decode_step_compiles_and_a_candidate_for_another_kind_of_shape_is_a_failure
     let other = Space::of(&forward, executor.device(), None)
         .unwrap()
         .default;
-    let answers = executor.compile(&step, &[default, other]).unwrap();
+    let answers = executor.compile_all(&step, &[default, other]).unwrap();
     assert!(answers[0].is_ok(), "{:?}", answers[0]);
     assert_eq!(answers[1].as_ref().unwrap_err().kind, FailureKind::Compile);
     assert!(

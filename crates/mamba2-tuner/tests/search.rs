@@ -138,7 +138,7 @@ fn hopeless_candidates_are_cut_after_the_first_look() {
         let cut = matches!(
             stored.outcome,
             Outcome::Timed {
-                stage: Stage::Cut,
+                stage: Stage::Cut(_),
                 ..
             }
         );

@@ -13,7 +13,8 @@ pub(crate) use self::entry::{Entry, Group};
 pub(crate) use self::finals::Finals;
 use self::ranking::ranking;
 use crate::choose::choose;
-use crate::executor::{Executor, Failure, FailureKind, Rounds};
+use crate::executor::{Check, Executor, Failure, FailureKind, Rounds, Verified};
+use crate::phases::{Clock, Phase};
 use crate::report::{self, TuneReport};
 use crate::sink::{Choice, Outcome, Sink, Stored};
 use crate::space::Space;
@@ -131,7 +132,10 @@ pub fn tune_space(
         rejected,
         quiet: default.unwrap_or(summary).relative_spread() <= policy.quiet_spread,
     };
-    sink.put_choice(executor.device(), target, &choice)?;
+    search.clock.time(Phase::Storing, || {
+        sink.put_choice(executor.device(), target, &choice)
+    })?;
+    let phases = search.clock.phases();
     let report = report::make(
         target,
         space,
@@ -140,7 +144,17 @@ pub fn tune_space(
         groups,
         finals,
         choice,
-        started.elapsed(),
+        report::Took {
+            all: started.elapsed(),
+            phases,
+        },
+    );
+    tracing::info!(
+        shape = %report.shape,
+        candidates = report.counts.candidates,
+        seconds = report.seconds,
+        phases = %phases.text(),
+        "tuned"
     );
     for warning in &report.warnings {
         progress.warn(warning);
@@ -155,6 +169,7 @@ pub(crate) struct Search<'a> {
     sink: &'a dyn Sink,
     progress: &'a dyn Progress,
     policy: &'a Policy,
+    clock: Clock,
 }
 
 impl<'a> Search<'a> {
@@ -172,6 +187,7 @@ impl<'a> Search<'a> {
             sink,
             progress,
             policy,
+            clock: Clock::default(),
         }
     }
 
@@ -216,12 +232,29 @@ impl<'a> Search<'a> {
         if results.is_empty() {
             return Ok(());
         }
-        self.sink
-            .put_results(self.executor.device(), self.target, &results)
+        self.clock.time(Phase::Storing, || {
+            self.sink
+                .put_results(self.executor.device(), self.target, &results)
+        })
+    }
+
+    fn verify(
+        &self,
+        candidate: &Candidate,
+        check: Check,
+    ) -> Result<Result<Verified, Failure>, TunerError> {
+        let phase = match check {
+            Check::Twin => Phase::VerifyingTwin,
+            Check::RealShape { .. } => Phase::VerifyingShape,
+        };
+        self.clock.time(phase, || {
+            self.executor.verify(self.target, candidate, check)
+        })
     }
 
     fn measure(
         &self,
+        phase: Phase,
         candidates: impl Iterator<Item = Candidate>,
         rounds: Rounds,
     ) -> Result<Vec<Result<Summary, Failure>>, TunerError> {
@@ -229,7 +262,9 @@ impl<'a> Search<'a> {
         if candidates.is_empty() {
             return Ok(Vec::new());
         }
-        let samples = self.executor.measure(self.target, &candidates, rounds)?;
+        let samples = self.clock.time(phase, || {
+            self.executor.measure(self.target, &candidates, rounds)
+        })?;
         Ok(samples
             .into_iter()
             .map(|result| result.and_then(|samples| timed(&samples)))

@@ -1,11 +1,58 @@
 //! First pass: every candidate by itself, then the near ties of each group again.
 
+use std::ops::ControlFlow;
+use std::sync::mpsc::{self, Receiver};
+
 use super::{Entry, Group, Search};
-use crate::executor::{Check, Failure, Rounds};
-use crate::sink::{Outcome, Stage};
+use crate::executor::{Check, Compiled, Compiling, Failure, Rounds};
+use crate::phases::Phase;
+use crate::sink::{Hopeless, Outcome, Stage};
 use crate::space::Space;
 use crate::stats::four_digits;
 use crate::{Candidate, TunerError};
+
+/// A candidate that was compiled, and the group it competes in.
+struct Ready {
+    group: usize,
+    candidate: Candidate,
+    compiled: Result<Compiled, Failure>,
+}
+
+/// What the first look at a candidate is held against.
+struct Bounds {
+    /// Of each group.
+    best: Vec<Option<f64>>,
+    /// Of all whole passes.
+    whole: Option<f64>,
+    cut_factor: f64,
+}
+
+impl Bounds {
+    /// Why a candidate of `group` that takes `us` needs no more samples; `None` if it does. Its strategy takes at least as long.
+    fn hopeless(&self, group: usize, us: f64) -> Option<Hopeless> {
+        let is_behind = |best: Option<f64>| best.is_some_and(|best| us > best * self.cut_factor);
+        if is_behind(self.best[group]) {
+            Some(Hopeless::InGroup)
+        } else if is_behind(self.whole) {
+            Some(Hopeless::InAll)
+        } else {
+            None
+        }
+    }
+}
+
+/// Time of the best whole pass by the best of each group: the sum over the parts of an assembly, or a candidate that is a whole one.
+fn best_whole(space: &Space, best: &[Option<f64>]) -> Option<f64> {
+    let mut rest = best;
+    let mut all: Vec<f64> = Vec::new();
+    for assembly in &space.assemblies {
+        let (parts, others) = rest.split_at(assembly.parts.len());
+        all.extend(parts.iter().copied().sum::<Option<f64>>());
+        rest = others;
+    }
+    all.extend(rest.iter().flatten());
+    all.into_iter().reduce(f64::min)
+}
 
 impl Search<'_> {
     /// Compiles, verifies and times every candidate that has no valid stored result.
@@ -45,59 +92,107 @@ impl Search<'_> {
             open.len() + stored_count,
             stored_count,
         );
-        self.screen_open(&mut groups, &open)?;
+        self.screen_open(space, &mut groups, &open)?;
         Ok(groups)
     }
 
-    /// The next batch compiles on the CPU while the device is busy with this one.
+    /// Everything compiles in one queue, while the device is busy with what is compiled already.
     fn screen_open(
         &self,
+        space: &Space,
         groups: &mut [Group],
         open: &[(usize, Candidate)],
     ) -> Result<(), TunerError> {
-        let batches: Vec<&[(usize, Candidate)]> = open.chunks(self.policy.batch.max(1)).collect();
-        let compile = |batch: &[(usize, Candidate)]| {
-            let candidates: Vec<Candidate> = batch.iter().map(|(_, c)| *c).collect();
-            self.executor.compile(self.target, &candidates)
-        };
-        let Some(first) = batches.first() else {
+        if open.is_empty() {
             return Ok(());
-        };
-        let mut compiled = compile(first)?;
-        for (i, batch) in batches.iter().enumerate() {
-            let (done, next) = std::thread::scope(|scope| {
-                let next = batches
-                    .get(i + 1)
-                    .map(|batch| scope.spawn(|| compile(batch)));
-                let done = self.examine(groups, batch, std::mem::take(&mut compiled));
-                (
-                    done,
-                    next.map(|handle| handle.join().expect("a compile thread should not panic")),
-                )
-            });
-            done?;
-            compiled = next.transpose()?.unwrap_or_default();
         }
-        Ok(())
+        let candidates: Vec<Candidate> = open.iter().map(|(_, c)| *c).collect();
+        let (executor, target) = (self.executor, self.target);
+        let (sender, compiled) = mpsc::channel();
+        // The sender goes with the thread, so that the channel ends when nothing more will come.
+        let compile = move || {
+            executor.compile(target, &candidates, &|step| {
+                let Compiling::Done(members, result) = step else {
+                    return ControlFlow::Continue(());
+                };
+                let heard = members
+                    .into_iter()
+                    .all(|i| sender.send((i, result.clone())).is_ok());
+                if heard {
+                    ControlFlow::Continue(())
+                } else {
+                    ControlFlow::Break(())
+                }
+            })
+        };
+        std::thread::scope(|scope| {
+            let compiling = scope.spawn(compile);
+            // After an error nobody listens any more, which ends the compilation too.
+            let examined = self.examine_all(space, groups, open, compiled);
+            let compiled = compiling.join().expect("a compile thread should not panic");
+            examined.and(compiled)
+        })
+    }
+
+    /// Takes what is compiled in batches.
+    fn examine_all(
+        &self,
+        space: &Space,
+        groups: &mut [Group],
+        open: &[(usize, Candidate)],
+        compiled: Receiver<(usize, Result<Compiled, Failure>)>,
+    ) -> Result<(), TunerError> {
+        self.clock
+            .time(Phase::Preparing, || self.executor.prepare(self.target))?;
+        loop {
+            let batch: Vec<Ready> = self.clock.time(Phase::Compiling, || {
+                compiled
+                    .iter()
+                    .take(self.policy.batch.max(1))
+                    .map(|(i, compiled)| Ready {
+                        group: open[i].0,
+                        candidate: open[i].1,
+                        compiled,
+                    })
+                    .collect()
+            });
+            if batch.is_empty() {
+                return Ok(());
+            }
+            self.examine(space, groups, batch)?;
+        }
     }
 
     /// Verifies and times one compiled batch; every result is stored before the next batch starts.
     fn examine(
         &self,
+        space: &Space,
         groups: &mut [Group],
-        batch: &[(usize, Candidate)],
-        compiled: Vec<Result<crate::Compiled, Failure>>,
+        batch: Vec<Ready>,
     ) -> Result<(), TunerError> {
         let mut results: Vec<(usize, Candidate, Outcome)> = Vec::new();
         let mut sound: Vec<(usize, Candidate, f64)> = Vec::new();
-        for ((group, candidate), compiled) in batch.iter().zip(compiled) {
+        let loadable: Vec<Candidate> = batch
+            .iter()
+            .filter(|ready| ready.compiled.is_ok())
+            .map(|ready| ready.candidate)
+            .collect();
+        self.clock.time(Phase::Loading, || {
+            self.executor.load(self.target, &loadable)
+        })?;
+        for Ready {
+            group,
+            candidate,
+            compiled,
+        } in batch
+        {
             let verified = match compiled {
-                Ok(_) => self.executor.verify(self.target, candidate, Check::Twin)?,
+                Ok(_) => self.verify(&candidate, Check::Twin)?,
                 Err(failure) => Err(failure),
             };
             match verified {
-                Ok(verified) => sound.push((*group, *candidate, four_digits(verified.out_error))),
-                Err(failure) => results.push((*group, *candidate, Outcome::Failed(failure))),
+                Ok(verified) => sound.push((group, candidate, four_digits(verified.out_error))),
+                Err(failure) => results.push((group, candidate, Outcome::Failed(failure))),
             }
         }
         let mut best: Vec<Option<f64>> = groups
@@ -108,41 +203,44 @@ impl Search<'_> {
             rounds: 1,
             samples: self.policy.probe_samples,
         };
-        let mut hopeful = Vec::new();
-        for ((group, candidate, error), samples) in sound
-            .iter()
-            .zip(self.measure(sound.iter().map(|s| s.1), probe)?)
-        {
+        let mut probed = Vec::new();
+        let probes = self.measure(Phase::Probing, sound.iter().map(|s| s.1), probe)?;
+        for ((group, candidate, error), samples) in sound.iter().zip(probes) {
             match samples {
                 Ok(summary) => {
                     best[*group] =
                         Some(best[*group].map_or(summary.median_us, |b| b.min(summary.median_us)));
-                    hopeful.push((*group, *candidate, *error, summary));
+                    probed.push((*group, *candidate, *error, summary));
                 }
                 Err(failure) => results.push((*group, *candidate, Outcome::Failed(failure))),
             }
         }
-        let (run, cut): (Vec<_>, Vec<_>) =
-            hopeful.into_iter().partition(|(group, _, _, summary)| {
-                best[*group].is_none_or(|best| summary.median_us <= best * self.policy.cut_factor)
-            });
-        for (group, candidate, out_error, summary) in cut {
-            results.push((
-                group,
-                candidate,
-                Outcome::Timed {
-                    summary,
-                    stage: Stage::Cut,
-                    out_error,
-                },
-            ));
+        let bounds = Bounds {
+            whole: best_whole(space, &best),
+            best,
+            cut_factor: self.policy.cut_factor,
+        };
+        let mut run = Vec::new();
+        for (group, candidate, out_error, summary) in probed {
+            match bounds.hopeless(group, summary.median_us) {
+                None => run.push((group, candidate, out_error)),
+                Some(why) => results.push((
+                    group,
+                    candidate,
+                    Outcome::Timed {
+                        summary,
+                        stage: Stage::Cut(why),
+                        out_error,
+                    },
+                )),
+            }
         }
         let full = Rounds {
             rounds: 1,
             samples: self.policy.samples,
         };
-        let timed = self.measure(run.iter().map(|r| r.1), full)?;
-        for ((group, candidate, out_error, _), samples) in run.into_iter().zip(timed) {
+        let timed = self.measure(Phase::Measuring, run.iter().map(|r| r.1), full)?;
+        for ((group, candidate, out_error), samples) in run.into_iter().zip(timed) {
             let outcome = match samples {
                 Ok(summary) => Outcome::Timed {
                     summary,
@@ -206,7 +304,7 @@ impl Search<'_> {
                 rounds: self.policy.final_rounds,
                 samples: self.policy.probe_samples,
             };
-            let times = self.measure(near.iter().copied(), rounds)?;
+            let times = self.measure(Phase::Refining, near.iter().copied(), rounds)?;
             let mut changed = Vec::new();
             for (candidate, time) in near.iter().zip(times) {
                 let Some(entry) = group.entries.iter_mut().find(|e| e.candidate == *candidate)
@@ -234,4 +332,42 @@ fn fastest(groups: &[Group]) -> Option<f64> {
         .iter()
         .filter_map(|g| g.ranked().first().and_then(|e| e.median_us()))
         .reduce(f64::min)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Target;
+    use mamba2_spec::{Arch, DeviceFacts};
+
+    #[test]
+    fn the_best_whole_pass_is_the_least_sum_of_parts_that_are_all_known() {
+        let target = Target::Forward("b=1,l=4096,h=8,p=64,g=1,n=128".parse().unwrap());
+        let space = Space::of(&target, &DeviceFacts::assumed(Arch(90)), None).unwrap();
+        let parts = space.assemblies[0].parts.len();
+        assert!(parts > 1);
+        let groups: usize = space.assemblies.iter().map(|a| a.parts.len()).sum();
+        let mut best = vec![None; groups + 1];
+        assert_eq!(best_whole(&space, &best), None);
+        best[..parts - 1].fill(Some(10.0));
+        assert_eq!(best_whole(&space, &best), None, "one part is missing");
+        best[parts - 1] = Some(5.0);
+        let sum = 10.0 * (parts - 1) as f64 + 5.0;
+        assert_eq!(best_whole(&space, &best), Some(sum));
+        best[groups] = Some(1.0);
+        assert_eq!(best_whole(&space, &best), Some(1.0), "a whole one");
+    }
+
+    #[test]
+    fn a_part_is_hopeless_in_its_group_or_beside_the_best_whole_pass() {
+        let bounds = Bounds {
+            best: vec![Some(10.0), None],
+            whole: Some(20.0),
+            cut_factor: 1.5,
+        };
+        assert_eq!(bounds.hopeless(0, 15.0), None);
+        assert_eq!(bounds.hopeless(0, 15.1), Some(Hopeless::InGroup));
+        assert_eq!(bounds.hopeless(1, 30.0), None);
+        assert_eq!(bounds.hopeless(1, 30.1), Some(Hopeless::InAll));
+    }
 }
