@@ -5,11 +5,13 @@
 #![allow(clippy::unwrap_used)] // helpers of tests are tests
 
 use std::io::Write;
+use std::ops::ControlFlow;
+use std::sync::Mutex;
 
 use mamba2_cuda::{CubinCache, Jit};
 use mamba2_spec::{Arch, DeviceFacts, Kernel, StepProblem};
 use mamba2_tuner::gpu::CompileExecutor;
-use mamba2_tuner::{Candidate, Check, Executor, FailureKind, Target, space::Space};
+use mamba2_tuner::{Candidate, Check, Compiling, Executor, FailureKind, Target, space::Space};
 
 fn executor(cubins: &std::path::Path) -> Option<CompileExecutor> {
     let jit = Jit::new(CubinCache::new(cubins));
@@ -67,6 +69,49 @@ fn the_default_of_every_strategy_compiles_without_a_spill_and_lands_in_the_cache
             .is_some_and(|extension| extension == "cubin")
     });
     assert_eq!(cached.count(), candidates.len());
+}
+
+#[test]
+fn candidates_that_differ_in_launch_arguments_only_are_compiled_once_and_first() {
+    let cubins = tempfile::tempdir().unwrap();
+    let Some(executor) = executor(cubins.path()) else {
+        return;
+    };
+    let target = Target::Forward("b=1,l=16384,h=4,p=64,g=1,n=128".parse().unwrap());
+    let space = Space::of(&target, executor.device(), None).unwrap();
+    // One kernel of its own, then one that runs with segments of several lengths.
+    let mut candidates: Vec<Candidate> = vec![space.assemblies[0].parts[0][0]];
+    for assembly in &space.assemblies {
+        let of_scan = |c: &&Candidate| c.kernels()[0].kernel() == Kernel::SegmentScan;
+        candidates.extend(assembly.parts.iter().map(|part| &part[0]).filter(of_scan));
+    }
+    assert!(candidates.len() > 3);
+    let steps = Mutex::new(Vec::new());
+    // One thread, so that the order can be seen.
+    let tell = |step: Compiling| {
+        steps.lock().unwrap().push(step);
+        ControlFlow::Continue(())
+    };
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(1)
+        .build()
+        .unwrap();
+    pool.install(|| executor.compile(&target, &candidates, &tell))
+        .unwrap();
+    let done: Vec<Vec<usize>> = steps
+        .into_inner()
+        .unwrap()
+        .into_iter()
+        .filter_map(|step| match step {
+            Compiling::Done(members, result) => {
+                result.unwrap();
+                Some(members)
+            }
+            Compiling::Started(_) => None,
+        })
+        .collect();
+    let all: Vec<usize> = (1..candidates.len()).collect();
+    assert_eq!(done, [all, vec![0]]);
 }
 
 #[test]
