@@ -97,7 +97,8 @@ fn a_candidate_that_crashes_its_compiler_costs_itself_only() {
     let failed: Vec<String> = candidates
         .iter()
         .zip(&results)
-        .filter_map(|(c, r)| r.is_err().then(|| c.to_string()))
+        .filter(|(_, r)| r.is_err())
+        .map(|(c, _)| c.to_string())
         .collect();
     assert_eq!(failed, [CRASHES]);
     let alone = executor.compile_all(&target(), &candidates[1..2]).unwrap();

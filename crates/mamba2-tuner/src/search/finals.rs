@@ -100,7 +100,7 @@ impl Search<'_> {
             .iter()
             .map(|e| (e.candidate, e.outcome.clone()));
         let results: Vec<(Candidate, Outcome)> = timed.chain(failed).collect();
-        self.store(results.iter().map(|(c, o)| (c, o)))?;
+        self.store(&results)?;
         self.progress.advance(
             entrants.len(),
             finals
@@ -125,7 +125,7 @@ impl Search<'_> {
                 stored,
             })
         };
-        match self.stored(candidate)? {
+        match self.keeper.stored(candidate)? {
             Some(Outcome::Failed(failure)) => return Ok(rejected(failure, true)),
             Some(Outcome::Timed {
                 stage: Stage::Final { .. },
@@ -197,7 +197,7 @@ impl Search<'_> {
     ) -> Result<Option<Vec<(Candidate, Summary)>>, TunerError> {
         let mut times = Vec::new();
         for candidate in entrants {
-            match self.stored(candidate)? {
+            match self.keeper.stored(candidate)? {
                 Some(Outcome::Timed {
                     summary,
                     stage: Stage::Final { set, .. },

@@ -2,6 +2,7 @@
 
 mod entry;
 mod finals;
+mod keeper;
 mod ranking;
 mod screen;
 
@@ -11,12 +12,13 @@ use mamba2_spec::{Problem, StepProblem};
 
 pub(crate) use self::entry::{Entry, Group};
 pub(crate) use self::finals::Finals;
+use self::keeper::Keeper;
 use self::ranking::ranking;
 use crate::choose::choose;
 use crate::executor::{Check, Executor, Failure, FailureKind, Rounds, Verified};
 use crate::phases::{Clock, Phase};
 use crate::report::{self, TuneReport};
-use crate::sink::{Choice, Outcome, Sink, Stored};
+use crate::sink::{Choice, Outcome, Sink};
 use crate::space::Space;
 use crate::{Candidate, Policy, Progress, Summary, Target, TunerError};
 
@@ -95,7 +97,7 @@ pub fn tune_space(
     let started = Instant::now();
     let search = Search::new(target, executor, sink, progress, policy);
     let mut groups = search.screen(space)?;
-    search.refine(&mut groups)?;
+    search.refine(space, &mut groups)?;
     let ranked = ranking(space, &groups, policy);
     let finals = search.finals(&space.default, &ranked, &groups)?;
     let failed = groups
@@ -166,7 +168,7 @@ pub(crate) struct Search<'a> {
     target: &'a Target,
     shape: String,
     executor: &'a dyn Executor,
-    sink: &'a dyn Sink,
+    keeper: Keeper<'a>,
     progress: &'a dyn Progress,
     policy: &'a Policy,
     clock: Clock,
@@ -184,58 +186,22 @@ impl<'a> Search<'a> {
             target,
             shape: target.to_string(),
             executor,
-            sink,
+            keeper: Keeper {
+                target,
+                executor,
+                sink,
+                policy,
+            },
             progress,
             policy,
             clock: Clock::default(),
         }
     }
 
-    /// The stored result of a candidate, if template, compiler, driver and (for timings) policy are still the same.
-    fn stored(&self, candidate: &Candidate) -> Result<Option<Outcome>, TunerError> {
-        let Some(stored) = self
-            .sink
-            .result(self.executor.device(), self.target, candidate)?
-        else {
-            return Ok(None);
-        };
-        let same_measurement = match stored.outcome {
-            Outcome::Timed { .. } => stored.measurement == self.policy.measurement(),
-            Outcome::Failed(_) => true,
-        };
-        let valid = same_measurement && stored.conditions == self.executor.conditions(candidate);
-        Ok(valid.then_some(stored.outcome))
-    }
-
-    fn store<'b>(
-        &self,
-        results: impl Iterator<Item = (&'b Candidate, &'b Outcome)>,
-    ) -> Result<(), TunerError> {
-        let results: Vec<(Candidate, Stored)> = results
-            .filter(|(_, outcome)| !matches!(outcome, Outcome::Failed(f) if !f.kind.is_lasting()))
-            .map(|(candidate, outcome)| {
-                let measurement = match outcome {
-                    Outcome::Timed { .. } => self.policy.measurement(),
-                    Outcome::Failed(_) => String::new(),
-                };
-                let conditions = self.executor.conditions(candidate);
-                (
-                    *candidate,
-                    Stored {
-                        conditions,
-                        measurement,
-                        outcome: outcome.clone(),
-                    },
-                )
-            })
-            .collect();
-        if results.is_empty() {
-            return Ok(());
-        }
-        self.clock.time(Phase::Storing, || {
-            self.sink
-                .put_results(self.executor.device(), self.target, &results)
-        })
+    /// Stores results and waits until they are kept.
+    fn store(&self, results: &[(Candidate, Outcome)]) -> Result<(), TunerError> {
+        self.clock
+            .time(Phase::Storing, || self.keeper.store(results))
     }
 
     fn verify(

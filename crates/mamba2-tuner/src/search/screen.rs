@@ -1,7 +1,7 @@
 //! First pass: every candidate by itself, then the near ties of each group again.
 
 use std::ops::ControlFlow;
-use std::sync::mpsc::{self, Receiver};
+use std::sync::mpsc::{self, Receiver, SyncSender};
 
 use super::{Entry, Group, Search};
 use crate::executor::{Check, Compiled, Compiling, Failure, Rounds};
@@ -41,17 +41,19 @@ impl Bounds {
     }
 }
 
-/// Time of the best whole pass by the best of each group: the sum over the parts of an assembly, or a candidate that is a whole one.
-fn best_whole(space: &Space, best: &[Option<f64>]) -> Option<f64> {
+/// For each group the best whole pass that it takes part in, by the best of each group: the sum over the parts of its assembly, or a
+/// candidate that is a whole one. `None` where a part has nothing that works.
+fn best_passes(space: &Space, best: &[Option<f64>]) -> Vec<Option<f64>> {
+    let mut passes = Vec::with_capacity(best.len());
     let mut rest = best;
-    let mut all: Vec<f64> = Vec::new();
     for assembly in &space.assemblies {
         let (parts, others) = rest.split_at(assembly.parts.len());
-        all.extend(parts.iter().copied().sum::<Option<f64>>());
+        let sum: Option<f64> = parts.iter().copied().sum();
+        passes.resize(passes.len() + parts.len(), sum);
         rest = others;
     }
-    all.extend(rest.iter().flatten());
-    all.into_iter().reduce(f64::min)
+    passes.extend(rest);
+    passes
 }
 
 impl Search<'_> {
@@ -72,7 +74,7 @@ impl Search<'_> {
         for (index, (name, candidates)) in parts.chain(whole).enumerate() {
             let mut entries = Vec::new();
             for candidate in candidates {
-                match self.stored(candidate)? {
+                match self.keeper.stored(candidate)? {
                     Some(outcome) => {
                         stored_count += 1;
                         entries.push(Entry {
@@ -96,7 +98,8 @@ impl Search<'_> {
         Ok(groups)
     }
 
-    /// Everything compiles in one queue, while the device is busy with what is compiled already.
+    /// Everything compiles in one queue, while the device is busy with what is compiled already. Results of a batch are stored while the
+    /// next one is looked at.
     fn screen_open(
         &self,
         space: &Space,
@@ -125,12 +128,19 @@ impl Search<'_> {
                 }
             })
         };
+        let keeper = self.keeper;
+        // A batch is handed over when the one before is kept: a job that is killed loses two at most.
+        let (results, to_store) = mpsc::sync_channel::<Vec<(Candidate, Outcome)>>(0);
+        let store = move || to_store.iter().try_for_each(|batch| keeper.store(&batch));
         std::thread::scope(|scope| {
             let compiling = scope.spawn(compile);
+            let storing = scope.spawn(store);
             // After an error nobody listens any more, which ends the compilation too.
-            let examined = self.examine_all(space, groups, open, compiled);
+            let examined = self.examine_all(space, groups, open, compiled, results);
+            let stored = self.clock.time(Phase::Storing, || storing.join());
+            let stored = stored.expect("a storing thread should not panic");
             let compiled = compiling.join().expect("a compile thread should not panic");
-            examined.and(compiled)
+            stored.and(examined).and(compiled)
         })
     }
 
@@ -141,6 +151,7 @@ impl Search<'_> {
         groups: &mut [Group],
         open: &[(usize, Candidate)],
         compiled: Receiver<(usize, Result<Compiled, Failure>)>,
+        to_store: SyncSender<Vec<(Candidate, Outcome)>>,
     ) -> Result<(), TunerError> {
         self.clock
             .time(Phase::Preparing, || self.executor.prepare(self.target))?;
@@ -159,17 +170,22 @@ impl Search<'_> {
             if batch.is_empty() {
                 return Ok(());
             }
-            self.examine(space, groups, batch)?;
+            let results = self.examine(space, groups, batch)?;
+            let sent = self.clock.time(Phase::Storing, || to_store.send(results));
+            if sent.is_err() {
+                // Why nothing can be stored any more is told by who stores.
+                return Ok(());
+            }
         }
     }
 
-    /// Verifies and times one compiled batch; every result is stored before the next batch starts.
+    /// Verifies and times one compiled batch, and returns what is to be stored.
     fn examine(
         &self,
         space: &Space,
         groups: &mut [Group],
         batch: Vec<Ready>,
-    ) -> Result<(), TunerError> {
+    ) -> Result<Vec<(Candidate, Outcome)>, TunerError> {
         let mut results: Vec<(usize, Candidate, Outcome)> = Vec::new();
         let mut sound: Vec<(usize, Candidate, f64)> = Vec::new();
         let loadable: Vec<Candidate> = batch
@@ -195,10 +211,7 @@ impl Search<'_> {
                 Err(failure) => results.push((group, candidate, Outcome::Failed(failure))),
             }
         }
-        let mut best: Vec<Option<f64>> = groups
-            .iter()
-            .map(|g| g.ranked().first().and_then(|e| e.median_us()))
-            .collect();
+        let mut best = bests(groups);
         let probe = Rounds {
             rounds: 1,
             samples: self.policy.probe_samples,
@@ -216,7 +229,10 @@ impl Search<'_> {
             }
         }
         let bounds = Bounds {
-            whole: best_whole(space, &best),
+            whole: best_passes(space, &best)
+                .into_iter()
+                .flatten()
+                .reduce(f64::min),
             best,
             cut_factor: self.policy.cut_factor,
         };
@@ -251,11 +267,7 @@ impl Search<'_> {
             };
             results.push((group, candidate, outcome));
         }
-        self.store(
-            results
-                .iter()
-                .map(|(_, candidate, outcome)| (candidate, outcome)),
-        )?;
+        let to_store = results.iter().map(|(_, c, o)| (*c, o.clone())).collect();
         let done = results.len();
         for (group, candidate, outcome) in results {
             groups[group].entries.push(Entry {
@@ -265,13 +277,20 @@ impl Search<'_> {
             });
         }
         self.progress.advance(done, fastest(groups));
-        Ok(())
+        Ok(to_store)
     }
 
     /// Measures the near ties at the head of each group again, interleaved, so that clock drift between batches does not
-    /// decide.
-    pub fn refine(&self, groups: &mut [Group]) -> Result<(), TunerError> {
-        for group in groups {
+    /// decide. Groups without a part in any pass that has a chance are left as they are.
+    pub fn refine(&self, space: &Space, groups: &mut [Group]) -> Result<(), TunerError> {
+        let passes = best_passes(space, &bests(groups));
+        let whole = passes.iter().flatten().copied().reduce(f64::min);
+        let limit = whole.map_or(f64::INFINITY, |us| us * self.policy.cut_factor);
+        let mut changed = Vec::new();
+        for (group, pass) in groups.iter_mut().zip(passes) {
+            if pass.is_none_or(|us| us > limit) {
+                continue;
+            }
             let ranked = group.ranked();
             let Some(best) = ranked.first().and_then(|e| e.median_us()) else {
                 continue;
@@ -305,7 +324,6 @@ impl Search<'_> {
                 samples: self.policy.probe_samples,
             };
             let times = self.measure(Phase::Refining, near.iter().copied(), rounds)?;
-            let mut changed = Vec::new();
             for (candidate, time) in near.iter().zip(times) {
                 let Some(entry) = group.entries.iter_mut().find(|e| e.candidate == *candidate)
                 else {
@@ -321,10 +339,16 @@ impl Search<'_> {
                 entry.stored = false;
                 changed.push((entry.candidate, entry.outcome.clone()));
             }
-            self.store(changed.iter().map(|(c, o)| (c, o)))?;
         }
-        Ok(())
+        // All at once: a commit takes longer than measuring a group again.
+        self.store(&changed)
     }
+}
+
+/// Median of the best of each group.
+fn bests(groups: &[Group]) -> Vec<Option<f64>> {
+    let best = |g: &Group| g.ranked().first().and_then(|e| e.median_us());
+    groups.iter().map(best).collect()
 }
 
 fn fastest(groups: &[Group]) -> Option<f64> {
@@ -341,21 +365,21 @@ mod tests {
     use mamba2_spec::{Arch, DeviceFacts};
 
     #[test]
-    fn the_best_whole_pass_is_the_least_sum_of_parts_that_are_all_known() {
+    fn the_best_pass_of_a_group_is_the_sum_of_its_assembly_if_all_parts_are_known() {
         let target = Target::Forward("b=1,l=4096,h=8,p=64,g=1,n=128".parse().unwrap());
         let space = Space::of(&target, &DeviceFacts::assumed(Arch(90)), None).unwrap();
         let parts = space.assemblies[0].parts.len();
         assert!(parts > 1);
         let groups: usize = space.assemblies.iter().map(|a| a.parts.len()).sum();
         let mut best = vec![None; groups + 1];
-        assert_eq!(best_whole(&space, &best), None);
         best[..parts - 1].fill(Some(10.0));
-        assert_eq!(best_whole(&space, &best), None, "one part is missing");
-        best[parts - 1] = Some(5.0);
-        let sum = 10.0 * (parts - 1) as f64 + 5.0;
-        assert_eq!(best_whole(&space, &best), Some(sum));
-        best[groups] = Some(1.0);
-        assert_eq!(best_whole(&space, &best), Some(1.0), "a whole one");
+        assert_eq!(best_passes(&space, &best), vec![None; groups + 1]);
+        (best[parts - 1], best[parts], best[groups]) = (Some(5.0), Some(3.0), Some(1.0));
+        let passes = best_passes(&space, &best);
+        let sum = Some(10.0 * (parts - 1) as f64 + 5.0);
+        assert_eq!(passes[..parts], vec![sum; parts]);
+        assert_eq!(passes[parts], None, "its other parts are missing");
+        assert_eq!(passes[groups], Some(1.0), "a whole one");
     }
 
     #[test]
