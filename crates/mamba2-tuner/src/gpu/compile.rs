@@ -177,8 +177,9 @@ pub(super) fn compile_each(
             }
         }
     };
-    // Threads of its own: those of the pool are needed for comparing results meanwhile.
-    let threads = rayon::current_num_threads().min(groups.len());
+    // Threads of its own: those of the pool are needed for comparing results meanwhile. One core is left to whoever launches what is being
+    // timed.
+    let threads = (rayon::current_num_threads() - 1).clamp(1, groups.len().max(1));
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(work);

@@ -239,28 +239,28 @@ impl GpuExecutor {
     /// Loads what is not loaded of the candidates, on all cores: for their twins, unless they are known to be right there, and for the
     /// shape itself.
     fn load_ahead(&self, prepared: &mut Prepared, target: &Target, candidates: &[Candidate]) {
-        let mut wanted: Vec<(bool, Target, Candidate)> = Vec::new();
-        for candidate in candidates {
-            let whole = whole(candidate);
-            let twin = twin_of(target, candidate);
-            let new_there = twin.filter(|twin| !prepared.twins.is_right(twin, &whole));
-            let places = [(false, Some(target.clone())), (true, new_there)];
-            for (is_twin, problem) in places {
-                let Some(problem) = problem else { continue };
-                let known = prepared.loaded.contains_key(&(is_twin, whole))
-                    || wanted.iter().any(|(t, _, c)| (*t, *c) == (is_twin, whole));
-                if !known {
-                    wanted.push((is_twin, problem, whole));
-                }
+        let mut wholes: Vec<Candidate> = Vec::new();
+        for whole in candidates.iter().map(whole) {
+            if !wholes.contains(&whole) {
+                wholes.push(whole);
             }
         }
-        let loaded: Vec<_> = wanted
-            .into_par_iter()
-            .filter_map(|(is_twin, problem, whole)| {
-                let loaded = self.load_now(&problem, &whole).ok()?;
-                Some(((is_twin, whole), Arc::new(loaded)))
+        let (twins, known) = (&prepared.twins, &prepared.loaded);
+        let load = |whole: Candidate| {
+            let twin = twin_of(target, &whole).filter(|twin| !twins.is_right(twin, &whole));
+            // One after the other: the second finds the modules of the first.
+            let places = [(false, Some(target.clone())), (true, twin)];
+            places.into_iter().filter_map(move |(is_twin, problem)| {
+                let key = (is_twin, whole);
+                if known.contains_key(&key) {
+                    return None;
+                }
+                let loaded = self.load_now(&problem?, &whole).ok()?;
+                Some((key, Arc::new(loaded)))
             })
-            .collect();
+        };
+        let loaded: Vec<((bool, Candidate), Arc<Loaded>)> =
+            wholes.into_par_iter().flat_map_iter(load).collect();
         if prepared.loaded.len() + loaded.len() > KEPT {
             prepared.loaded.clear();
         }

@@ -13,8 +13,9 @@ use super::{PATTERN, SEED, twin};
 use crate::executor::Verified;
 use crate::{Candidate, Target};
 
-/// Twins that are kept, those of the shape in hand among them: a sweep of lengths for a handful of models has so many.
-const KEPT: usize = 64;
+/// Twins of earlier shapes are kept while all of them take at most this much of the device: those of a sweep over lengths for a handful of
+/// models do, and no shape lacks it.
+const KEPT_BYTES: u64 = 2 << 30;
 
 /// The small problems on which candidates are verified, of this shape and of earlier ones.
 #[derive(Default)]
@@ -107,6 +108,23 @@ impl Made {
     }
 }
 
+/// Which twins stay, oldest first, beside the needed ones (which do in any case) in so many bytes.
+fn staying(twins: &[Target], needed: &[Target], bytes: u64) -> Vec<bool> {
+    let of_needed: u64 = needed.iter().map(Target::tensor_bytes).sum();
+    let mut room = bytes.saturating_sub(of_needed);
+    let mut stay: Vec<bool> = Vec::with_capacity(twins.len());
+    for twin in twins.iter().rev() {
+        let size = twin.tensor_bytes();
+        let is_needed = needed.contains(twin);
+        stay.push(is_needed || size <= room);
+        if !is_needed {
+            room = room.saturating_sub(size);
+        }
+    }
+    stay.reverse();
+    stay
+}
+
 impl Twins {
     /// Makes the twins of a shape that are not there yet.
     ///
@@ -139,14 +157,10 @@ impl Twins {
 
     /// Lets the oldest go that are not needed, until the needed ones can be kept.
     fn make_room(&mut self, needed: &[Target]) {
-        let is_needed = |t: &Twin| needed.contains(&t.problem);
-        let there = self.0.iter().filter(|t| is_needed(t)).count();
-        let mut too_many = (self.0.len() + needed.len() - there).saturating_sub(KEPT);
-        self.0.retain(|t| {
-            let goes = too_many > 0 && !is_needed(t);
-            too_many -= usize::from(goes);
-            !goes
-        });
+        let others: Vec<Target> = self.0.iter().map(|t| t.problem.clone()).collect();
+        let stay = staying(&others, needed, KEPT_BYTES);
+        let mut stays = stay.into_iter();
+        self.0.retain(|_| stays.next() == Some(true));
     }
 
     /// The twin that is this problem.
@@ -208,6 +222,31 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn the_oldest_twins_go_first_and_those_that_are_needed_stay() {
+        let of = |n: usize| Target::Forward(forward(&format!("b=1,l=549,h=8,p=64,g=1,n={n}")));
+        let twins = [of(16), of(32), of(64), of(128)];
+        let size = |i: usize| twins[i].tensor_bytes();
+        let two = size(0) + size(3);
+        let needed = std::slice::from_ref(&twins[0]);
+        assert_eq!(staying(&twins, needed, u64::MAX), [true; 4]);
+        assert_eq!(staying(&twins, needed, two), [true, false, false, true]);
+        assert_eq!(staying(&twins, needed, 0), [true, false, false, false]);
+        assert_eq!(staying(&[], needed, two), [false; 0]);
+    }
+
+    #[test]
+    fn four_states_of_a_sweep_over_lengths_are_kept() {
+        let device = DeviceFacts::assumed(Arch(90));
+        let of = |n: usize| {
+            let shape = format!("b=4,l=16384,h=8,p=64,g=1,n={n}");
+            twins_of(&Target::Forward(forward(&shape)), &device)
+        };
+        let all: Vec<Target> = [64, 128, 256, 512].into_iter().flat_map(of).collect();
+        let bytes: u64 = all.iter().map(Target::tensor_bytes).sum();
+        assert!(bytes <= KEPT_BYTES, "{bytes}");
     }
 
     #[test]
