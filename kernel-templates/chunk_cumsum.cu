@@ -29,9 +29,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chunk_cumsum(const __gr
   __shared__ float g_tile[BLOCK_H][CHUNK_SIZE + 1];
   __shared__ float low_tile[BLOCK_H][CHUNK_SIZE + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int head_blocks = (args.nheads + BLOCK_H - 1) / BLOCK_H;
+  const unsigned head_blocks = (args.nheads + BLOCK_H - 1) / BLOCK_H;
 
-  for (int64 work = blockIdx.x; work < args.work_items; work += gridDim.x) {
+  for (unsigned work = blockIdx.x; work < args.work_items; work += gridDim.x) {
     const int slot = static_cast<int>(work / head_blocks);
     const int head0 = static_cast<int>(work % head_blocks) * BLOCK_H;
     const Chunk chunk = locate_chunk(args, slot);

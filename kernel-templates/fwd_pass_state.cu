@@ -55,12 +55,12 @@ struct Item {
   const X* b;
 };
 
-__device__ __forceinline__ Item locate_item(const ForwardArgs& args, int64 work) {
+__device__ __forceinline__ Item locate_item(const ForwardArgs& args, unsigned work) {
   constexpr int P_TILES = (HEADDIM + BLOCK_HEAD - 1) / BLOCK_HEAD, N_TILES = (DSTATE + BLOCK_STATE - 1) / BLOCK_STATE;
   Item item;
   item.n0 = static_cast<int>(work % N_TILES) * BLOCK_STATE;
   item.p0 = static_cast<int>(work / N_TILES % P_TILES) * BLOCK_HEAD;
-  const int64 sequence_head = work / (N_TILES * P_TILES);
+  const unsigned sequence_head = work / (N_TILES * P_TILES);
   item.head = static_cast<int>(sequence_head % args.nheads);
   item.index = static_cast<int>(sequence_head / args.nheads);
   item.sequence = locate_sequence(args, item.index);
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fwd_pass_state(const __
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
 
-  for (int64 work = blockIdx.x; work < args.work_items; work += gridDim.x) {
+  for (unsigned work = blockIdx.x; work < args.work_items; work += gridDim.x) {
     const Item item = locate_item(args, work);
     const int tiles = (item.sequence.tokens + TILE_TOKENS - 1) / TILE_TOKENS;
     float acc[MT][NT][4];

@@ -16,9 +16,9 @@ constexpr int BLOCKS_PER_STATE = (ELEMS / 4 + THREADS - 1) / THREADS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) segment_scan(const __grid_constant__ ForwardArgs args) {
   griddepcontrol_launch_dependents();
-  for (int64 work = blockIdx.x; work < args.work_items; work += gridDim.x) {
+  for (unsigned work = blockIdx.x; work < args.work_items; work += gridDim.x) {
     const int at = (static_cast<int>(work % BLOCKS_PER_STATE) * THREADS + threadIdx.x) * 4;
-    const int64 sequence_head = work / BLOCKS_PER_STATE;
+    const unsigned sequence_head = work / BLOCKS_PER_STATE;
     const int head = static_cast<int>(sequence_head % args.nheads);
     const int sequence = static_cast<int>(sequence_head / args.nheads);
     if (at >= ELEMS) continue;

@@ -30,8 +30,8 @@ constexpr int TOTALS_OFFSET = 640;
 static_assert(SCORE_BARRIERS_OFFSET + WARPGROUPS * SCORE_SLOTS * 16 <= CLUSTER_BARRIERS_OFFSET && TOTALS_OFFSET + HEADS_BLOCK * 4 <= SEGMENT_OFFSET);
 constexpr int BLOCK_BARRIER = WARPGROUPS + 1;  // of all consumers
 
-__device__ __forceinline__ Segment locate_cluster_segment(const ForwardArgs& args, int64 work, int rank) {
-  const int blocks = args.nheads / HEADS_PER_GROUP * HEAD_BLOCKS_PER_GROUP;
+__device__ __forceinline__ Segment locate_cluster_segment(const ForwardArgs& args, unsigned work, int rank) {
+  const unsigned blocks = args.nheads / HEADS_PER_GROUP * HEAD_BLOCKS_PER_GROUP;
   const int block = static_cast<int>(work % blocks);
   Segment s;
   s.group = block / HEAD_BLOCKS_PER_GROUP;

@@ -36,7 +36,7 @@ struct ForwardArgs {
   int64 initial_strides[3];  // sequence, head, headdim
   int64 final_strides[3];    // sequence, head, headdim
   int64 d_head_stride;
-  int64 work_items;
+  int64 work_items;  // below 2^31
   int segment;  // tokens of a segment; 0: a block takes a whole sequence
   int seqlen;
   int nheads;

@@ -52,8 +52,8 @@ struct Segment {
 // Items: the BLOCKS blocks of a group fastest (they share B and C in L2), then groups, segments of a sequence, sequences. Packed
 // sequence s owns the segment items from cu_seqlens[s] / segment + s, as many as it has segments or more; an empty sequence has one.
 template <int BLOCKS>
-__device__ __forceinline__ Segment locate_segment(const ForwardArgs& args, int64 work) {
-  const int blocks = args.nheads / HEADS_PER_GROUP * BLOCKS;
+__device__ __forceinline__ Segment locate_segment(const ForwardArgs& args, unsigned work) {
+  const unsigned blocks = args.nheads / HEADS_PER_GROUP * BLOCKS;
   const int block = static_cast<int>(work % blocks);
   const int item = static_cast<int>(work / blocks);
   Segment s;

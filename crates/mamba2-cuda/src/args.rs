@@ -147,9 +147,16 @@ impl ForwardArgs {
             scanned: plan.scanned().into(),
             dt_min: problem.dt_limit.min,
             dt_max: problem.dt_limit.max,
+            work_items: most_work_items(plan)?,
             ..ForwardArgs::default()
         })
     }
+}
+
+/// Work items of the largest kernel; kernels count them in 32 bits, because 64-bit divisions would be a fair part of a short one.
+fn most_work_items(plan: &LaunchPlan) -> Result<i64, CudaError> {
+    let most = plan.launches.iter().map(|l| l.work_items).max();
+    narrow("work items", most.unwrap_or_default() as usize).map(i64::from)
 }
 
 impl StepArgs {

@@ -165,12 +165,13 @@ impl Device {
         self.shared.bind()
     }
 
-    /// The module published under `digest`, or the one `load` makes. Two threads may both load: one copy is dropped.
+    /// The module published under `digest`, or the one `load` makes; and true if it was there. Two threads may both load: one copy is
+    /// dropped.
     pub(crate) fn module(
         &self,
         digest: &str,
         load: impl FnOnce() -> Result<Module, CudaError>,
-    ) -> Result<Arc<Module>, CudaError> {
+    ) -> Result<(Arc<Module>, bool), CudaError> {
         let lock = || {
             self.shared
                 .modules
@@ -178,13 +179,13 @@ impl Device {
                 .unwrap_or_else(PoisonError::into_inner)
         };
         if let Some(module) = lock().get(digest).and_then(Weak::upgrade) {
-            return Ok(module);
+            return Ok((module, true));
         }
         let module = Arc::new(load()?);
         let mut modules = lock();
         modules.retain(|_, m| m.strong_count() > 0);
         modules.insert(digest.to_string(), Arc::downgrade(&module));
-        Ok(module)
+        Ok((module, false))
     }
 }
 

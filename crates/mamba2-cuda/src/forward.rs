@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use crate::args::{ForwardArgs, Reader, first_stride, outer_strides, token_strides};
 use crate::module::Module;
 use crate::tensor_map::{TensorMap, TensorMaps};
-use crate::{Cubin, CudaError, Device, DeviceBuffer, DeviceTensor, Jit, Stream};
+use crate::{CudaError, Device, DeviceBuffer, DeviceTensor, Jit, Origin, Stream};
 
 /// A forward pass of one problem with one config, compiled and loaded: calls enqueue and nothing else.
 #[derive(Debug)]
@@ -47,28 +47,33 @@ pub struct KernelReport {
     /// Length of the cubin.
     pub cubin_bytes: usize,
     /// Where the code came from.
-    pub origin: crate::Origin,
+    pub origin: Origin,
 }
 
 impl LoadedKernel {
-    /// Compiles or fetches `rendered`, and loads it.
+    /// Compiles or fetches `rendered`, and loads it. A module that is loaded already is found by its identity alone: its cubin is not read
+    /// again.
     pub fn load(
         device: &Device,
         jit: &Jit,
         rendered: &mamba2_kernels::Rendered,
     ) -> Result<LoadedKernel, CudaError> {
-        let outcome = jit.cubin(rendered, device.facts().arch)?;
-        let launch = rendered.launch;
-        let cubin: &Cubin = &outcome.cubin;
-        let module = device.module(&cubin.key.identity.digest(), || {
-            Module::load(device, cubin, launch.smem_bytes)
+        let (arch, launch) = (device.facts().arch, rendered.launch);
+        let identity = jit.identity(rendered, arch);
+        let (module, was_loaded) = device.module(&identity.digest(), || {
+            let code = jit.cubin_of(rendered, &identity, arch)?;
+            Module::load(device, &code, launch.smem_bytes)
         })?;
         let report = KernelReport {
             launch,
-            resources: cubin.compiled.resources,
+            resources: module.resources,
             local_bytes: module.local_bytes,
-            cubin_bytes: cubin.compiled.cubin.len(),
-            origin: outcome.origin,
+            cubin_bytes: module.cubin_bytes,
+            origin: if was_loaded {
+                Origin::Loaded
+            } else {
+                module.origin
+            },
         };
         Ok(LoadedKernel {
             module,

@@ -1,4 +1,4 @@
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -104,6 +104,8 @@ pub enum Origin {
     Cache,
     /// From an imported bundle.
     Shipped,
+    /// It was on the device already.
+    Loaded,
 }
 
 impl std::fmt::Debug for Jit {
@@ -119,6 +121,8 @@ impl std::fmt::Debug for Jit {
 struct State {
     nvrtc: Option<Nvrtc>,
     wanted: Option<Wanted>,
+    /// By name and text of the entry template: they are over all template text, and asked for with every config.
+    source_digests: BTreeMap<(&'static str, &'static str), String>,
 }
 
 /// A kernel and where it came from.
@@ -188,11 +192,31 @@ impl Jit {
     /// # Errors
     /// [`CudaError::NvrtcMissing`] if it is neither cached nor can be compiled, or whatever [`Nvrtc::compile`] refuses.
     pub fn cubin(&self, source: &Source, arch: Arch) -> Result<JitOutcome, CudaError> {
+        self.cubin_of(source, &self.identity(source, arch), arch)
+    }
+
+    /// The identity of what [`Jit::cubin`] gives: equal ones are one cubin.
+    pub fn identity(&self, source: &Source, arch: Arch) -> KernelIdentity {
+        let mut state = self.lock();
+        let digest = state
+            .source_digests
+            .entry((source.source_name, source.source))
+            .or_insert_with(|| KernelIdentity::source_digest_of(source));
+        KernelIdentity::with_digest(source, digest.clone(), arch, self.options)
+    }
+
+    /// As [`Jit::cubin`], by whoever has the identity.
+    pub(crate) fn cubin_of(
+        &self,
+        source: &Source,
+        identity: &KernelIdentity,
+        arch: Arch,
+    ) -> Result<JitOutcome, CudaError> {
         let started = Instant::now();
-        let outcome = self.find_or_compile(source, arch)?;
+        let outcome = self.find_or_compile(source, identity, arch)?;
         let counter = match outcome.origin {
             Origin::Compiled => &self.counters.compiled,
-            Origin::Cache => &self.counters.cached,
+            Origin::Cache | Origin::Loaded => &self.counters.cached,
             Origin::Shipped => &self.counters.shipped,
         };
         let count = counter.fetch_add(1, Ordering::Relaxed) + 1;
@@ -207,22 +231,26 @@ impl Jit {
         Ok(outcome)
     }
 
-    fn find_or_compile(&self, source: &Source, arch: Arch) -> Result<JitOutcome, CudaError> {
-        let identity = KernelIdentity::of(source, arch, self.options);
-        if let Some(cubin) = self.cache.get(&identity, self.wanted()) {
+    fn find_or_compile(
+        &self,
+        source: &Source,
+        identity: &KernelIdentity,
+        arch: Arch,
+    ) -> Result<JitOutcome, CudaError> {
+        if let Some(cubin) = self.cache.get(identity, self.wanted()) {
             return Ok(JitOutcome {
                 cubin,
                 origin: Origin::Cache,
             });
         }
-        if let Some(cubin) = self.shipped.as_ref().and_then(|s| s.find(&identity)) {
+        if let Some(cubin) = self.shipped.as_ref().and_then(|s| s.find(identity)) {
             return Ok(JitOutcome {
                 cubin,
                 origin: Origin::Shipped,
             });
         }
         let _turn = self.in_flight.turn(identity.digest());
-        if let Some(cubin) = self.cache.get(&identity, self.wanted()) {
+        if let Some(cubin) = self.cache.get(identity, self.wanted()) {
             return Ok(JitOutcome {
                 cubin,
                 origin: Origin::Cache,
@@ -232,7 +260,7 @@ impl Jit {
         let compiled = nvrtc.compile_with(source, arch, self.options)?;
         let cubin = Cubin {
             key: KernelKey {
-                identity,
+                identity: identity.clone(),
                 nvrtc: nvrtc.version(),
             },
             compiled,
@@ -245,7 +273,7 @@ impl Jit {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        // The state is two options that are each set in one step: a panic elsewhere leaves nothing half done.
+        // The state is options and digests that are each set in one step: a panic elsewhere leaves nothing half done.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

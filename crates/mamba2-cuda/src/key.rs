@@ -36,6 +36,12 @@ pub struct KernelKey {
 impl KernelIdentity {
     /// Identity of a kernel for `arch`.
     pub fn of(source: &Source, arch: Arch, options: CompileOptions) -> KernelIdentity {
+        let digest = KernelIdentity::source_digest_of(source);
+        KernelIdentity::with_digest(source, digest, arch, options)
+    }
+
+    /// The digest over a kernel's template and every shared header. The same for all its configs.
+    pub(crate) fn source_digest_of(source: &Source) -> String {
         let mut hash = Sha256::new();
         let entry = (source.source_name, source.source);
         for (name, text) in mamba2_kernels::HEADERS.iter().chain([&entry]) {
@@ -45,9 +51,19 @@ impl KernelIdentity {
                 hash.update(part);
             }
         }
+        hex(&hash.finalize())
+    }
+
+    /// As [`KernelIdentity::of`], by whoever has the [`KernelIdentity::source_digest_of`] the source.
+    pub(crate) fn with_digest(
+        source: &Source,
+        source_digest: String,
+        arch: Arch,
+        options: CompileOptions,
+    ) -> KernelIdentity {
         KernelIdentity {
             kernel: source.entry.into(),
-            source_digest: hex(&hash.finalize()),
+            source_digest,
             config: source.config_header.clone(),
             arch: arch.nvrtc_name(),
             options: options.to_list(),

@@ -186,13 +186,28 @@ impl DeviceBuffer {
     /// # Errors
     /// A driver error.
     pub fn fill(&self, stream: &Stream, byte: u8) -> Result<(), CudaError> {
-        if self.bytes == 0 {
+        self.fill_part(stream, 0, self.bytes, byte)
+    }
+
+    /// Enqueues a fill of `bytes` bytes from byte `offset_bytes` on with `byte`.
+    ///
+    /// # Errors
+    /// [`CudaError::View`] if they reach past the end, or a driver error.
+    pub fn fill_part(
+        &self,
+        stream: &Stream,
+        offset_bytes: usize,
+        bytes: usize,
+        byte: u8,
+    ) -> Result<(), CudaError> {
+        let address = self.range(offset_bytes, bytes)?;
+        if bytes == 0 {
             return Ok(());
         }
         let _bound = self.device().bind()?;
-        // SAFETY: the buffer has that many bytes.
+        // SAFETY: the buffer has that many bytes from there on.
         check("cuMemsetD8Async", unsafe {
-            sys::cuMemsetD8Async(self.address(), byte, self.bytes, stream.raw())
+            sys::cuMemsetD8Async(address, byte, bytes, stream.raw())
         })
     }
 

@@ -5,7 +5,7 @@ use mamba2_spec::launch::KernelLaunch;
 
 use crate::driver::check;
 use crate::stream::Stream;
-use crate::{Cubin, CudaError, Device};
+use crate::{CudaError, Device, JitOutcome, Origin, Resources};
 
 /// Dynamic shared memory beyond this needs opting in.
 const SHARED_MEMORY_WITHOUT_OPTIN_BYTES: usize = 48 * 1024;
@@ -38,6 +38,12 @@ pub(crate) struct Module {
     function: CUfunction,
     /// Local memory of a thread: spills and arrays that did not fit registers. Unit: bytes.
     pub local_bytes: u32,
+    /// What ptxas said it needs.
+    pub resources: Option<Resources>,
+    /// Length of the cubin.
+    pub cubin_bytes: usize,
+    /// Where the code came from.
+    pub origin: Origin,
 }
 
 // SAFETY: handles of modules and functions may be used from any thread whose current context is theirs.
@@ -56,7 +62,12 @@ impl Drop for Module {
 
 impl Module {
     /// Loads `cubin` and makes its kernel ready for launches with that much dynamic shared memory, so that no launch loads anything.
-    pub fn load(device: &Device, cubin: &Cubin, smem_bytes: usize) -> Result<Module, CudaError> {
+    pub fn load(
+        device: &Device,
+        code: &JitOutcome,
+        smem_bytes: usize,
+    ) -> Result<Module, CudaError> {
+        let cubin = &code.cubin;
         let key = &cubin.key;
         let refused = |e: CudaError| match e {
             CudaError::Driver {
@@ -84,6 +95,9 @@ impl Module {
             module,
             function: std::ptr::null_mut(),
             local_bytes: 0,
+            resources: cubin.compiled.resources,
+            cubin_bytes: cubin.compiled.cubin.len(),
+            origin: code.origin,
         };
         let name = CString::new(key.identity.kernel.as_str()).unwrap_or_default();
         // SAFETY: the module is loaded, the name is NUL-terminated, the pointer is to a live handle.

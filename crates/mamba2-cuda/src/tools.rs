@@ -9,17 +9,26 @@ use crate::module::{Grid, Module};
 use crate::stream::Stream;
 use crate::{CudaError, Device, DeviceBuffer, Jit};
 
-/// Blocks of the comparison. Fixed, so that its sums are the same on every GPU.
+/// Most blocks of the comparison.
 const COMPARE_BLOCKS: u32 = 512;
+/// Elements that a thread of the comparison takes at least: what each thread leaves is downloaded, which takes longer than comparing a
+/// small output.
+const COMPARE_UNITS: usize = 32;
 /// 64-bit words that each thread of the comparison leaves.
 const FOUND_WORDS: usize = 4;
 
 fn load(device: &Device, jit: &Jit, tool: Tool) -> Result<Arc<Module>, CudaError> {
     let arch = device.facts().arch;
-    let cubin = jit.cubin(&tool.render(arch), arch)?.cubin;
-    device.module(&cubin.key.identity.digest(), || {
-        Module::load(device, &cubin, 0)
-    })
+    let source = tool.render(arch);
+    let identity = jit.identity(&source, arch);
+    let load = || Module::load(device, &jit.cubin_of(&source, &identity, arch)?, 0);
+    Ok(device.module(&identity.digest(), load)?.0)
+}
+
+/// Blocks that compare `units` elements. They depend on nothing else, so that the sums are the same on every GPU.
+fn compare_blocks(units: usize) -> u32 {
+    let needed = units.div_ceil(COMPARE_UNITS * Tool::THREADS as usize);
+    needed.clamp(1, COMPARE_BLOCKS as usize) as u32
 }
 
 fn grid(blocks: u32) -> Grid {
@@ -218,16 +227,17 @@ impl Comparer {
             // An axis of one element may have any stride.
             strides: c.strides.map(|n| n.max(1) as i64),
         };
+        let blocks = compare_blocks(args.units as usize);
         let bound = self.device.bind()?;
         // SAFETY: tool_compare takes one CompareArgs by value. It reads `units` elements of four buffers that have as many, one number
-        // for each row of the first axis, and writes one result a thread, for which `found` was made.
+        // for each row of the first axis, and writes one result a thread, for at most COMPARE_BLOCKS of which `found` was made.
         unsafe {
             self.module
-                .launch(stream, grid(COMPARE_BLOCKS), &args, None::<&()>, false)
+                .launch(stream, grid(blocks), &args, None::<&()>, false)
         }?;
         drop(bound);
         stream.synchronize()?;
-        let mut found = vec![0u64; self.found.bytes() / size_of::<u64>()];
+        let mut found = vec![0u64; (blocks * Tool::THREADS) as usize * FOUND_WORDS];
         self.found.read(0, &mut found)?;
         Ok(Compared::of(&found))
     }
@@ -258,6 +268,14 @@ mod tests {
             }
         );
         assert!((all.relative_frobenius() - 0.2).abs() < 1e-15);
+    }
+
+    #[test]
+    fn a_small_output_is_compared_by_few_blocks_and_a_large_one_by_at_most_all() {
+        assert_eq!(compare_blocks(0), 1);
+        assert_eq!(compare_blocks(32 * 256), 1);
+        assert_eq!(compare_blocks(32 * 256 + 1), 2);
+        assert_eq!(compare_blocks(1 << 40), COMPARE_BLOCKS);
     }
 
     #[test]

@@ -638,6 +638,10 @@ fn scene_drop() {
             first.plan().launches.len(),
             "modules are kept in memory and shared"
         );
+        assert!(second.reports().all(|r| r.origin == Origin::Loaded));
+        for (a, b) in first.reports().zip(second.reports()) {
+            assert_eq!((a.resources, a.cubin_bytes), (b.resources, b.cubin_bytes));
+        }
         drop((second, first));
         let buffer = device.upload(&[1f32, 2.0]).expect("upload");
         let view = DeviceTensor::new(

@@ -1,5 +1,7 @@
 use std::fmt;
 
+use rayon::prelude::*;
+
 /// Distance between a result and the right answer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ErrorReport {
@@ -53,10 +55,8 @@ impl ErrorReport {
         }
         let relative_frobenius = if non_finite > 0 {
             f64::INFINITY
-        } else if square_error == 0.0 {
-            0.0
         } else {
-            (square_error / square_want).sqrt()
+            relative(square_error, square_want)
         };
         let mean = |sum: f64| {
             if got.is_empty() {
@@ -80,6 +80,36 @@ impl ErrorReport {
     /// True if every element is finite and the relative error is at most `bound`.
     pub fn within(&self, bound: f64) -> bool {
         self.non_finite == 0 && self.relative_frobenius <= bound
+    }
+}
+
+/// `|got - want| / |want|` of finite sums of squares.
+fn relative(square_error: f64, square_want: f64) -> f64 {
+    if square_error == 0.0 {
+        return 0.0;
+    }
+    (square_error / square_want).sqrt()
+}
+
+/// Elements that one thread takes at a time. Fixed, so that sums are made in the same order on every machine.
+const PIECE: usize = 1 << 14;
+
+/// [`ErrorReport::relative_frobenius`] and nothing else, in parallel, of elements that `got` makes as they are needed. The last digits may
+/// differ from the report's: the sums are made in another order.
+pub fn relative_frobenius(want: &[f64], got: impl Fn(usize) -> f64 + Sync) -> f64 {
+    let sums = |(piece, want): (usize, &[f64])| {
+        let first = piece * PIECE;
+        let add = |(error, norm): (f64, f64), (i, want): (usize, &f64)| {
+            let off = got(first + i) - want;
+            (error + off * off, norm + want * want)
+        };
+        want.iter().enumerate().fold((0.0, 0.0), add)
+    };
+    let pieces: Vec<(f64, f64)> = want.par_chunks(PIECE).enumerate().map(sums).collect();
+    let total = |(a, b): (f64, f64), (c, d): &(f64, f64)| (a + c, b + d);
+    match pieces.iter().fold((0.0, 0.0), total) {
+        (error, _) if !error.is_finite() => f64::INFINITY,
+        (error, norm) => relative(error, norm),
     }
 }
 
@@ -139,6 +169,22 @@ mod tests {
             let report = ErrorReport::compare(&[0.0, bad], &[0.0, 1.0]);
             assert_eq!((report.non_finite, report.worst_index), (1, 1));
             assert!(!report.within(f64::INFINITY));
+        }
+    }
+
+    #[test]
+    fn the_relative_error_alone_is_that_of_the_report() {
+        let want: Vec<f64> = (0..40_000).map(|i| f64::from(i % 97) - 40.0).collect();
+        let got: Vec<f64> = want.iter().map(|w| w * 1.001 + 1e-3).collect();
+        let report = ErrorReport::compare(&got, &want);
+        let alone = relative_frobenius(&want, |i| got[i]);
+        assert!((alone / report.relative_frobenius - 1.0).abs() < 1e-12);
+        assert_eq!(relative_frobenius(&want, |i| want[i]), 0.0);
+        assert_eq!(relative_frobenius(&[0.0], |_| 1e-9), f64::INFINITY);
+        assert_eq!(relative_frobenius(&[], |_| 0.0), 0.0);
+        for bad in [f64::NAN, f64::INFINITY] {
+            let one = |i| if i == 20_000 { bad } else { got[i] };
+            assert_eq!(relative_frobenius(&want, one), f64::INFINITY);
         }
     }
 

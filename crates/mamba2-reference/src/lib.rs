@@ -30,7 +30,7 @@ mod values;
 
 pub use bounds::Bounds;
 pub use chunked::chunked;
-pub use error::ErrorReport;
+pub use error::{ErrorReport, relative_frobenius};
 pub use generate::{
     Generated, GeneratedStep, Pattern, default_cu_seqlens, generate, generate_packed, generate_step,
 };

@@ -11,7 +11,7 @@ use mamba2_tunedb::{
 };
 
 use crate::executor::{Conditions, Failure, FailureKind};
-use crate::sink::{Choice, Outcome, Sink, Stage, Stored};
+use crate::sink::{Choice, Hopeless, Outcome, Sink, Stage, Stored};
 use crate::{Candidate, Summary, Target, TunerError};
 
 /// How long a commit waits for another process that has the store open.
@@ -214,7 +214,8 @@ fn failure_stage(kind: FailureKind) -> FailureStage {
 
 fn stage_text(stage: &Stage) -> String {
     match stage {
-        Stage::Cut => "cut".into(),
+        Stage::Cut(Hopeless::InGroup) => "cut".into(),
+        Stage::Cut(Hopeless::InAll) => "cut all".into(),
         Stage::Measured => "measured".into(),
         Stage::Refined => "refined".into(),
         Stage::Final {
@@ -231,7 +232,8 @@ fn stage_text(stage: &Stage) -> String {
 fn parse_stage(text: &str) -> Option<Stage> {
     let words: Vec<&str> = text.split(' ').collect();
     Some(match words[..] {
-        ["cut"] => Stage::Cut,
+        ["cut"] => Stage::Cut(Hopeless::InGroup),
+        ["cut", "all"] => Stage::Cut(Hopeless::InAll),
         ["measured"] => Stage::Measured,
         ["refined"] => Stage::Refined,
         ["final", set] => Stage::Final {

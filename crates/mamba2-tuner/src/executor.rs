@@ -1,6 +1,8 @@
 //! What the search needs of a device.
 
 use std::fmt;
+use std::ops::ControlFlow;
+use std::sync::Mutex;
 
 use mamba2_spec::{DeviceFacts, Kernel};
 use mamba2_tunedb::joint_template_digest;
@@ -54,7 +56,8 @@ pub trait Executor: Sync {
     /// Device memory that one candidate may use, in bytes; `None` if unknown.
     fn memory_bytes(&self) -> Option<u64>;
 
-    /// Compiles candidates in parallel. One answer each, in order. Runs at the same time as the other calls.
+    /// Compiles candidates in parallel, those first whose code serves the most of them. `tell` hears of each when its code is there, from
+    /// any thread, until it breaks off. Runs at the same time as the other calls.
     ///
     /// # Errors
     /// [`TunerError::Device`] if no candidate can ever be compiled here.
@@ -62,7 +65,45 @@ pub trait Executor: Sync {
         &self,
         target: &Target,
         candidates: &[Candidate],
-    ) -> Result<Vec<Result<Compiled, Failure>>, TunerError>;
+        tell: Tell<'_>,
+    ) -> Result<(), TunerError>;
+
+    /// [`Executor::compile`], with one answer each, in order.
+    ///
+    /// # Errors
+    /// As [`Executor::compile`].
+    fn compile_all(
+        &self,
+        target: &Target,
+        candidates: &[Candidate],
+    ) -> Result<Vec<Result<Compiled, Failure>>, TunerError> {
+        let results = Mutex::new(vec![None; candidates.len()]);
+        self.compile(target, candidates, &|step| {
+            if let Compiling::Done(members, result) = step {
+                let mut results = results.lock().expect("no holder of this lock should panic");
+                members
+                    .into_iter()
+                    .for_each(|i| results[i] = Some(result.clone()));
+            }
+            ControlFlow::Continue(())
+        })?;
+        let results = results
+            .into_inner()
+            .expect("no holder of this lock should panic");
+        Ok(results
+            .into_iter()
+            .map(|r| r.expect("every candidate should have an answer"))
+            .collect())
+    }
+
+    /// Loads compiled candidates onto the device ahead of their use, all at once. What fails here fails again, and is told, when it is
+    /// verified.
+    ///
+    /// # Errors
+    /// [`TunerError::Device`] if the device is lost for good.
+    fn load(&self, _target: &Target, _candidates: &[Candidate]) -> Result<(), TunerError> {
+        Ok(())
+    }
 
     /// Runs a candidate twice into poisoned outputs and checks them.
     ///
@@ -96,6 +137,19 @@ pub struct Conditions {
     pub nvrtc: String,
     /// Version of the driver.
     pub driver: String,
+}
+
+/// Who is told what [`Executor::compile`] does.
+pub type Tell<'a> = &'a (dyn Fn(Compiling) -> ControlFlow<()> + Sync);
+
+/// What [`Executor::compile`] tells. Candidates are named by their places in the list; those that are one piece of code go together.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Compiling {
+    /// These are being compiled. May be left out.
+    Started(Vec<usize>),
+    /// The answer for these.
+    Done(Vec<usize>, Result<Compiled, Failure>),
 }
 
 /// Which check [`Executor::verify`] makes.

@@ -9,6 +9,7 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -18,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::executor::{
-    Check, Compiled, Conditions, Executor, Failure, FailureKind, Rounds, Verified,
+    Check, Compiled, Compiling, Conditions, Executor, Failure, FailureKind, Rounds, Tell, Verified,
 };
 use crate::{Candidate, Target, TunerError};
 
@@ -42,6 +43,8 @@ pub struct Script {
     pub rules: Vec<Rule>,
     /// True: [`Act::Hang`] sleeps for ever and [`Act::Crash`] aborts the process, as a worker's would.
     pub for_real: bool,
+    /// Time one compilation takes. Unit: milliseconds.
+    pub compile_ms: u64,
     /// Time one measurement of one candidate takes, so that a job lasts long enough to be killed. Unit: milliseconds.
     pub delay_ms: u64,
     /// The process aborts at the n-th candidate it measures: a job killed in the middle.
@@ -67,6 +70,8 @@ pub enum Act {
     Fails(FailureKind),
     /// It is right on the twin and wrong on the real shape.
     WrongOnRealShape,
+    /// Compiling it kills the process.
+    CrashInCompile,
     /// Verifying it never ends.
     Hang,
     /// Verifying it kills the process.
@@ -90,6 +95,7 @@ impl Default for Script {
             memory_bytes: None,
             rules: Vec::new(),
             for_real: false,
+            compile_ms: 0,
             delay_ms: 0,
             die_at_measurement: None,
         }
@@ -101,6 +107,8 @@ impl Default for Script {
 pub enum Call {
     /// A candidate was compiled.
     Compile(String),
+    /// A candidate was loaded.
+    Load(String),
     /// A candidate was verified.
     Verify(String, Check),
     /// A candidate was measured.
@@ -225,11 +233,14 @@ impl Executor for FakeExecutor {
         &self,
         _target: &Target,
         candidates: &[Candidate],
-    ) -> Result<Vec<Result<Compiled, Failure>>, TunerError> {
+        tell: Tell<'_>,
+    ) -> Result<(), TunerError> {
         let compile = |candidate: &Candidate| {
             let name = candidate.to_string();
             self.log(Call::Compile(name.clone()));
+            std::thread::sleep(Duration::from_millis(self.script.compile_ms));
             match self.act(&name) {
+                Some(Act::CrashInCompile) => Err(self.crash()),
                 Some(Act::Fails(kind @ (FailureKind::Compile | FailureKind::Spill))) => {
                     Err(Failure::new(*kind, "scripted"))
                 }
@@ -239,7 +250,22 @@ impl Executor for FakeExecutor {
                 }),
             }
         };
-        Ok(candidates.iter().map(compile).collect())
+        for (i, candidate) in candidates.iter().enumerate() {
+            let told = tell(Compiling::Started(vec![i]));
+            if told == ControlFlow::Break(())
+                || tell(Compiling::Done(vec![i], compile(candidate))) == ControlFlow::Break(())
+            {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn load(&self, _target: &Target, candidates: &[Candidate]) -> Result<(), TunerError> {
+        for candidate in candidates {
+            self.log(Call::Load(candidate.to_string()));
+        }
+        Ok(())
     }
 
     fn verify(

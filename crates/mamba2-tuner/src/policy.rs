@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 pub struct Policy {
     /// Samples of the first look at a candidate.
     pub probe_samples: u32,
-    /// A candidate slower than this times the best of its group at the first look is measured no further.
+    /// A candidate slower than this times the best of its group at the first look is measured no further; nor is a kernel that takes
+    /// longer alone than this times the best whole pass.
     pub cut_factor: f64,
     /// Samples of a candidate that was not cut.
     pub samples: u32,
@@ -26,7 +27,7 @@ pub struct Policy {
     /// Above this spread of the default's samples, relative to their median, the machine was not quiet and the record is
     /// marked as low confidence.
     pub quiet_spread: f64,
-    /// Candidates that are compiled, verified and measured as one batch while the next one compiles.
+    /// Candidates that are verified, measured and stored as one batch, while others compile.
     pub batch: usize,
     /// Longest time one candidate may take in one request to the device. Unit: seconds.
     pub candidate_timeout_s: u64,

@@ -76,8 +76,8 @@ pub enum Outcome {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
-    /// Cut after the first look: hopeless.
-    Cut,
+    /// Cut after the first look.
+    Cut(Hopeless),
     /// Fully measured.
     Measured,
     /// Measured again beside its near ties.
@@ -90,6 +90,16 @@ pub enum Stage {
         /// `None` for a pass that was put together from kernels. Unit: microseconds.
         screened_us: Option<f64>,
     },
+}
+
+/// What a candidate was far behind at the first look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Hopeless {
+    /// The best of its group.
+    InGroup,
+    /// The best whole pass, although it is only a part of one.
+    InAll,
 }
 
 /// The config chosen for a shape, with its evidence.

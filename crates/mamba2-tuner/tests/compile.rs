@@ -5,11 +5,13 @@
 #![allow(clippy::unwrap_used)] // helpers of tests are tests
 
 use std::io::Write;
+use std::ops::ControlFlow;
+use std::sync::Mutex;
 
 use mamba2_cuda::{CubinCache, Jit};
 use mamba2_spec::{Arch, DeviceFacts, Kernel, StepProblem};
 use mamba2_tuner::gpu::CompileExecutor;
-use mamba2_tuner::{Candidate, Check, Executor, FailureKind, Target, space::Space};
+use mamba2_tuner::{Candidate, Check, Compiling, Executor, FailureKind, Target, space::Space};
 
 fn executor(cubins: &std::path::Path) -> Option<CompileExecutor> {
     let jit = Jit::new(CubinCache::new(cubins));
@@ -54,7 +56,7 @@ fn the_default_of_every_strategy_compiles_without_a_spill_and_lands_in_the_cache
     assert!(candidates.len() >= 3);
     for (candidate, compiled) in candidates
         .iter()
-        .zip(executor.compile(&target, &candidates).unwrap())
+        .zip(executor.compile_all(&target, &candidates).unwrap())
     {
         let compiled = compiled.unwrap_or_else(|failure| panic!("{candidate}: {failure}"));
         assert!(compiled.registers > 0, "{candidate}");
@@ -70,6 +72,49 @@ fn the_default_of_every_strategy_compiles_without_a_spill_and_lands_in_the_cache
 }
 
 #[test]
+fn candidates_that_differ_in_launch_arguments_only_are_compiled_once_and_first() {
+    let cubins = tempfile::tempdir().unwrap();
+    let Some(executor) = executor(cubins.path()) else {
+        return;
+    };
+    let target = Target::Forward("b=1,l=16384,h=4,p=64,g=1,n=128".parse().unwrap());
+    let space = Space::of(&target, executor.device(), None).unwrap();
+    // One kernel of its own, then one that runs with segments of several lengths.
+    let mut candidates: Vec<Candidate> = vec![space.assemblies[0].parts[0][0]];
+    for assembly in &space.assemblies {
+        let of_scan = |c: &&Candidate| c.kernels()[0].kernel() == Kernel::SegmentScan;
+        candidates.extend(assembly.parts.iter().map(|part| &part[0]).filter(of_scan));
+    }
+    assert!(candidates.len() > 3);
+    let steps = Mutex::new(Vec::new());
+    // One thread, so that the order can be seen.
+    let tell = |step: Compiling| {
+        steps.lock().unwrap().push(step);
+        ControlFlow::Continue(())
+    };
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(1)
+        .build()
+        .unwrap();
+    pool.install(|| executor.compile(&target, &candidates, &tell))
+        .unwrap();
+    let done: Vec<Vec<usize>> = steps
+        .into_inner()
+        .unwrap()
+        .into_iter()
+        .filter_map(|step| match step {
+            Compiling::Done(members, result) => {
+                result.unwrap();
+                Some(members)
+            }
+            Compiling::Started(_) => None,
+        })
+        .collect();
+    let all: Vec<usize> = (1..candidates.len()).collect();
+    assert_eq!(done, [all, vec![0]]);
+}
+
+#[test]
 fn a_decode_step_compiles_and_a_candidate_for_another_kind_of_shape_is_a_failure() {
     let cubins = tempfile::tempdir().unwrap();
     let Some(executor) = executor(cubins.path()) else {
@@ -81,7 +126,7 @@ fn a_decode_step_compiles_and_a_candidate_for_another_kind_of_shape_is_a_failure
     let other = Space::of(&forward, executor.device(), None)
         .unwrap()
         .default;
-    let answers = executor.compile(&step, &[default, other]).unwrap();
+    let answers = executor.compile_all(&step, &[default, other]).unwrap();
     assert!(answers[0].is_ok(), "{:?}", answers[0]);
     assert_eq!(answers[1].as_ref().unwrap_err().kind, FailureKind::Compile);
     assert!(

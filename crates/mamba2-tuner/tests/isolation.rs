@@ -2,12 +2,16 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests are tests
 
+use std::ops::ControlFlow;
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use mamba2_tuner::fake::{Act, Rule, Script};
 use mamba2_tuner::worker::RemoteExecutor;
-use mamba2_tuner::{Executor, MemorySink, Policy, Silent, Target, TunerError, tune_target};
+use mamba2_tuner::{
+    Candidate, Compiling, Executor, MemorySink, Policy, Silent, Target, TunerError, tune_target,
+};
 
 const HANGS: &str = "chunk_cumsum(chunk_size=64,layout=bht,block_h=1)";
 const CRASHES: &str = "chunk_cumsum(chunk_size=64,layout=bht,block_h=2)";
@@ -72,6 +76,53 @@ fn a_candidate_that_hangs_or_crashes_its_process_costs_itself_only() {
         "everything else was measured: {:?}",
         report.counts
     );
+}
+
+#[test]
+fn a_candidate_that_crashes_its_compiler_costs_itself_only() {
+    let script = Script {
+        rules: vec![rule(CRASHES, Act::CrashInCompile)],
+        for_real: true,
+        ..Script::default()
+    };
+    let executor = start(&script, Duration::from_secs(20)).unwrap();
+    let space = mamba2_tuner::space::Space::of(&target(), executor.device(), None).unwrap();
+    let candidates: Vec<Candidate> = space.assemblies[0]
+        .parts
+        .iter()
+        .flatten()
+        .copied()
+        .collect();
+    let results = executor.compile_all(&target(), &candidates).unwrap();
+    let failed: Vec<String> = candidates
+        .iter()
+        .zip(&results)
+        .filter(|(_, r)| r.is_err())
+        .map(|(c, _)| c.to_string())
+        .collect();
+    assert_eq!(failed, [CRASHES]);
+    let alone = executor.compile_all(&target(), &candidates[1..2]).unwrap();
+    assert_eq!(alone[0].is_err(), candidates[1].to_string() == CRASHES);
+}
+
+#[test]
+fn whoever_breaks_off_a_compilation_hears_no_more_and_the_next_one_is_served() {
+    let script = Script {
+        compile_ms: 20,
+        ..Script::default()
+    };
+    let executor = start(&script, Duration::from_secs(20)).unwrap();
+    let space = mamba2_tuner::space::Space::of(&target(), executor.device(), None).unwrap();
+    let candidates = &space.assemblies[0].parts[1];
+    let heard = AtomicUsize::new(0);
+    let tell = |step| match step {
+        Compiling::Done(..) if heard.fetch_add(1, Ordering::SeqCst) == 1 => ControlFlow::Break(()),
+        _ => ControlFlow::Continue(()),
+    };
+    executor.compile(&target(), candidates, &tell).unwrap();
+    assert_eq!(heard.load(Ordering::SeqCst), 2);
+    let next = executor.compile_all(&target(), &candidates[..3]).unwrap();
+    assert!(next.iter().all(Result::is_ok));
 }
 
 #[test]

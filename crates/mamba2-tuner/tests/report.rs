@@ -3,7 +3,9 @@
 #![allow(clippy::unwrap_used)] // helpers of tests are tests
 
 use mamba2_tuner::fake::{Act, FakeExecutor, Rule, Script};
-use mamba2_tuner::{FailureKind, JobReport, MemorySink, Policy, Shard, Silent, Target, run_job};
+use mamba2_tuner::{
+    FailureKind, JobReport, MemorySink, Phase, Policy, Shard, Silent, Target, run_job,
+};
 
 fn job() -> JobReport {
     let targets: Vec<Target> = [
@@ -60,6 +62,40 @@ fn the_json_carries_choice_default_counts_and_failures() {
         value["failed"][0]["shape"],
         "b=1,l=64,h=2,p=32,g=1,n=32,dtype=bf16,q=100"
     );
+}
+
+#[test]
+fn all_three_say_where_the_time_went() {
+    let target = Target::Forward("b=1,l=100,h=2,p=32,g=1,n=32".parse().unwrap());
+    let executor = FakeExecutor::new(Script {
+        delay_ms: 1,
+        ..Script::default()
+    });
+    let job = run_job(
+        &[target],
+        Shard::ALL,
+        &[&executor],
+        &MemorySink::default(),
+        &Silent,
+        &Policy::default(),
+    )
+    .unwrap();
+    let phases = job.phases();
+    for phase in [Phase::Probing, Phase::Measuring, Phase::Finals] {
+        assert!(phases.seconds(phase) > 0.0, "{}", phase.name());
+    }
+    let seconds = job.shapes[0].seconds;
+    assert!(phases.total() <= seconds, "phases do not overlap");
+    assert!(phases.total() > 0.8 * seconds, "{phases:?} of {seconds} s");
+    let json: serde_json::Value = serde_json::from_str(&job.to_json().unwrap()).unwrap();
+    for phase in Phase::ALL {
+        let value = &json["shapes"][0]["phases"][phase.name()];
+        assert!((value.as_f64().unwrap() - phases.seconds(phase)).abs() < 1e-3);
+    }
+    let words = phases.text();
+    assert!(words.contains("probing "), "{words}");
+    assert!(job.table().contains(&words), "{}", job.table());
+    assert_eq!(job.to_html().matches(&words).count(), 2, "job and shape");
 }
 
 #[test]

@@ -2,12 +2,15 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests are tests
 
-use mamba2_spec::{Kernel, StepProblem, StrategyConfig, rules};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use mamba2_spec::{DeviceFacts, Kernel, StepProblem, StrategyConfig, rules};
 use mamba2_tuner::fake::{Act, Call, FakeExecutor, Rule, Script};
 use mamba2_tuner::space::{Assembly, Space};
 use mamba2_tuner::{
-    Candidate, Check, Executor, FailureKind, MemorySink, Outcome, Policy, Shard, Silent, Sink,
-    Stage, Target, TuneReport, TunerError, run_job, tune_space, tune_step, tune_target,
+    Candidate, Check, Choice, Executor, FailureKind, Hopeless, MemorySink, Outcome, Policy, Shard,
+    Silent, Sink, Stage, Stored, Target, TuneReport, TunerError, run_job, tune_space, tune_step,
+    tune_target,
 };
 
 fn target() -> Target {
@@ -138,7 +141,7 @@ fn hopeless_candidates_are_cut_after_the_first_look() {
         let cut = matches!(
             stored.outcome,
             Outcome::Timed {
-                stage: Stage::Cut,
+                stage: Stage::Cut(_),
                 ..
             }
         );
@@ -154,6 +157,110 @@ fn hopeless_candidates_are_cut_after_the_first_look() {
         );
     }
     assert!(report.counts.cut > 0);
+}
+
+#[test]
+fn a_kernel_that_takes_longer_alone_than_another_strategy_altogether_is_cut() {
+    // The best of its group, and still hopeless.
+    let slow = "compute_out(chunk_size=128";
+    let executor = scripted(vec![rule(slow, Act::Takes(1e4))]);
+    let sink = MemorySink::default();
+    let report = tune(&executor, &sink);
+    let (mut cut, mut slow_ones) = (0, 0);
+    for candidate in parts(&space(&executor)) {
+        let stored = sink.result(executor.device(), &target(), &candidate);
+        if let Outcome::Timed {
+            stage: Stage::Cut(Hopeless::InAll),
+            summary,
+            ..
+        } = stored.unwrap().unwrap().outcome
+        {
+            assert_eq!(summary.samples, Policy::default().probe_samples);
+            slow_ones += usize::from(candidate.to_string().starts_with(slow));
+            cut += 1;
+        }
+    }
+    assert!(slow_ones > 0);
+    assert_eq!(report.counts.cut_in_all, cut);
+    assert!(!report.chosen.contains(slow));
+    let again = scripted(vec![]);
+    assert_eq!(tune(&again, &sink).counts.cut_in_all, cut);
+    assert_eq!(again.calls(), vec![], "a cut candidate stays cut");
+}
+
+#[test]
+fn candidates_are_measured_while_others_compile() {
+    let policy = Policy {
+        batch: 8,
+        ..Policy::default()
+    };
+    let executor = FakeExecutor::new(Script {
+        compile_ms: 2,
+        ..Script::default()
+    });
+    tune_target(
+        &target(),
+        &executor,
+        &MemorySink::default(),
+        &Silent,
+        &policy,
+    )
+    .unwrap();
+    let calls = executor.calls();
+    let first = |wanted: fn(&Call) -> bool| calls.iter().position(wanted).unwrap();
+    let measured = first(|c| matches!(c, Call::Measure(_)));
+    let is_compile = |c: &&Call| matches!(c, Call::Compile(_));
+    assert!(calls[..measured].iter().filter(is_compile).count() >= 8);
+    assert!(calls[measured..].iter().filter(is_compile).count() > 8);
+}
+
+/// Keeps the first results and then nothing more.
+struct Full(MemorySink, AtomicUsize);
+
+impl Sink for Full {
+    fn result(
+        &self,
+        device: &DeviceFacts,
+        target: &Target,
+        candidate: &Candidate,
+    ) -> Result<Option<Stored>, TunerError> {
+        self.0.result(device, target, candidate)
+    }
+
+    fn put_results(
+        &self,
+        device: &DeviceFacts,
+        target: &Target,
+        results: &[(Candidate, Stored)],
+    ) -> Result<(), TunerError> {
+        if self.1.fetch_add(1, Ordering::SeqCst) > 0 {
+            return Err(TunerError::Store("no space left".into()));
+        }
+        self.0.put_results(device, target, results)
+    }
+
+    fn put_choice(&self, _: &DeviceFacts, _: &Target, _: &Choice) -> Result<(), TunerError> {
+        Err(TunerError::Store("no space left".into()))
+    }
+}
+
+#[test]
+fn a_search_that_cannot_store_stops_compiling_too() {
+    let policy = Policy {
+        batch: 8,
+        ..Policy::default()
+    };
+    let executor = FakeExecutor::new(Script {
+        compile_ms: 2,
+        ..Script::default()
+    });
+    let sink = Full(MemorySink::default(), AtomicUsize::new(0));
+    let error = tune_target(&target(), &executor, &sink, &Silent, &policy).unwrap_err();
+    assert!(matches!(error, TunerError::Store(_)), "{error}");
+    let is_compile = |c: &&Call| matches!(c, Call::Compile(_));
+    let compiled = executor.calls().iter().filter(is_compile).count();
+    let all = parts(&space(&executor)).len();
+    assert!(compiled < all, "{compiled} of {all}");
 }
 
 #[test]

@@ -1,3 +1,7 @@
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
 use mamba2_cuda::{CudaError, Jit, gate_fault};
 use mamba2_kernels::{Rendered, render, render_step, template_digest};
 use mamba2_spec::{DeviceFacts, Kernel, KernelConfig};
@@ -6,7 +10,7 @@ use rayon::prelude::*;
 
 use super::trial::failure_of;
 use crate::executor::{
-    Check, Compiled, Conditions, Executor, Failure, FailureKind, Rounds, Verified,
+    Check, Compiled, Compiling, Conditions, Executor, Failure, FailureKind, Rounds, Tell, Verified,
 };
 use crate::{Candidate, Target, TunerError};
 
@@ -54,6 +58,23 @@ pub(super) fn of_kernel(
     conditions[index].clone()
 }
 
+fn rendered(
+    device: &DeviceFacts,
+    target: &Target,
+    kernel: &KernelConfig,
+) -> Result<Rendered, Failure> {
+    match (target, kernel) {
+        (Target::Forward(problem), _) => Ok(render(kernel, problem, device)),
+        (Target::Step(problem), KernelConfig::StateUpdate(config)) => {
+            Ok(render_step(config, problem, device))
+        }
+        (Target::Step(_), _) => Err(Failure::new(
+            FailureKind::Compile,
+            "not a kernel of a decode step",
+        )),
+    }
+}
+
 /// Compiles one kernel, or finds it in the cache.
 ///
 /// # Errors
@@ -64,18 +85,7 @@ pub fn compile_kernel(
     target: &Target,
     kernel: &KernelConfig,
 ) -> Result<Compiled, Failure> {
-    let rendered: Rendered = match (target, kernel) {
-        (Target::Forward(problem), _) => render(kernel, problem, device),
-        (Target::Step(problem), KernelConfig::StateUpdate(config)) => {
-            render_step(config, problem, device)
-        }
-        (Target::Step(_), _) => {
-            return Err(Failure::new(
-                FailureKind::Compile,
-                "not a kernel of a decode step",
-            ));
-        }
-    };
+    let rendered = rendered(device, target, kernel)?;
     let outcome = jit
         .cubin(&rendered, device.arch)
         .map_err(|e: CudaError| failure_of(&e))?;
@@ -97,13 +107,45 @@ pub fn compile_kernel(
     }
 }
 
-/// Compiles every kernel of each candidate, in parallel on the current rayon pool.
-pub(super) fn compile_all(
+/// Places of the candidates that are the same code (they differ in launch arguments only), those first that are the most.
+fn same_code(
     jit: &Jit,
     device: &DeviceFacts,
     target: &Target,
     candidates: &[Candidate],
-) -> Vec<Result<Compiled, Failure>> {
+) -> Vec<Vec<usize>> {
+    let code = |candidate: &Candidate| -> Option<Vec<(String, u32, usize)>> {
+        let one = |kernel: &KernelConfig| {
+            let rendered = rendered(device, target, kernel).ok()?;
+            let digest = jit.identity(&rendered, device.arch).digest();
+            Some((digest, rendered.launch.threads, rendered.launch.smem_bytes))
+        };
+        candidate.kernels().iter().map(one).collect()
+    };
+    let codes: Vec<_> = candidates.par_iter().map(code).collect();
+    let mut groups: Vec<Vec<usize>> = Vec::new();
+    let mut known = HashMap::new();
+    for (i, code) in codes.into_iter().enumerate() {
+        let new = groups.len();
+        // What cannot be rendered is like nothing else.
+        let at = code.map_or(new, |code| *known.entry(code).or_insert(new));
+        if at == new {
+            groups.push(Vec::new());
+        }
+        groups[at].push(i);
+    }
+    groups.sort_by_key(|members| std::cmp::Reverse(members.len()));
+    groups
+}
+
+/// Compiles every kernel of each candidate: one queue that all cores take from, in order, so that none is idle before its end.
+pub(super) fn compile_each(
+    jit: &Jit,
+    device: &DeviceFacts,
+    target: &Target,
+    candidates: &[Candidate],
+    tell: Tell<'_>,
+) {
     let compile = |candidate: &Candidate| {
         candidate
             .kernels()
@@ -116,7 +158,33 @@ pub(super) fn compile_all(
                 })
             })
     };
-    candidates.par_iter().map(compile).collect()
+    let groups = same_code(jit, device, target, candidates);
+    let (next, stopped) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let work = || {
+        while let Some(members) = groups.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let say = |step| {
+                if tell(step) == ControlFlow::Break(()) {
+                    stopped.store(true, Ordering::Relaxed);
+                }
+                stopped.load(Ordering::Relaxed)
+            };
+            if say(Compiling::Started(members.clone())) {
+                return;
+            }
+            let result = compile(&candidates[members[0]]);
+            if say(Compiling::Done(members.clone(), result)) {
+                return;
+            }
+        }
+    };
+    // Threads of its own: those of the pool are needed for comparing results meanwhile. One core is left to whoever launches what is being
+    // timed.
+    let threads = (rayon::current_num_threads() - 1).clamp(1, groups.len().max(1));
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(work);
+        }
+    });
 }
 
 impl Executor for CompileExecutor {
@@ -136,8 +204,10 @@ impl Executor for CompileExecutor {
         &self,
         target: &Target,
         candidates: &[Candidate],
-    ) -> Result<Vec<Result<Compiled, Failure>>, TunerError> {
-        Ok(compile_all(&self.jit, &self.device, target, candidates))
+        tell: Tell<'_>,
+    ) -> Result<(), TunerError> {
+        compile_each(&self.jit, &self.device, target, candidates, tell);
+        Ok(())
     }
 
     fn verify(

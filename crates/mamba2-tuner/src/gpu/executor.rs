@@ -6,25 +6,21 @@ use mamba2_cuda::{
     Call, CudaError, Device, DeviceTensor, Jit, LoadedForward, LoadedStep, Stream, Timer,
     TimerPolicy,
 };
-use mamba2_reference::{Bounds, Pattern, generate, generate_step};
+use mamba2_reference::{Bounds, generate, generate_step};
 use mamba2_spec::{
     DeviceFacts, ForwardInputs, ForwardOutputs, Kernel, KernelConfig, Problem, StepInputs,
-    StepOutputs, StepProblem, StrategyConfig, rules,
+    StepOutputs, StepProblem, StrategyConfig,
 };
+use rayon::prelude::*;
 
-use super::compile::{compile_all, conditions, of_kernel};
+use super::compile::{compile_each, conditions, of_kernel};
 use super::output::Scratch;
 use super::place::Placement;
-use super::trial::{Distance, ForwardTrial, Oracle, Standard, StepTrial, failure_of};
-use super::twin;
-use crate::executor::{
-    Check, Compiled, Conditions, Executor, Failure, FailureKind, Rounds, Verified,
-};
+use super::trial::{Distance, ForwardTrial, Standard, StepTrial, failure_of};
+use super::twins::{Trial, Twins, twin_of};
+use crate::executor::{Check, Conditions, Executor, Failure, FailureKind, Rounds, Tell, Verified};
 use crate::{Candidate, Target, TunerError};
 
-/// Inputs like those of a trained model: some heads forget at once, some remember across many chunks.
-const PATTERN: Pattern = Pattern::Model;
-const SEED: u64 = 1;
 /// Share of the free memory that one shape may use.
 const MEMORY_SHARE: f64 = 0.9;
 
@@ -45,8 +41,8 @@ pub struct GpuExecutor {
 #[derive(Default)]
 struct Prepared {
     target: Option<Target>,
-    /// By length: strategies that split sequences need longer ones.
-    twins: HashMap<usize, Twin>,
+    /// Of this shape and of earlier ones, with what was found on them.
+    twins: Twins,
     real: Option<Real>,
     scratch: Option<Scratch>,
     /// Outputs of the standard on the real shape, on the device.
@@ -57,11 +53,6 @@ struct Prepared {
 
 /// Loaded candidates that are kept; a few batches' worth.
 const KEPT: usize = 512;
-
-enum Twin {
-    Forward(ForwardTrial, Oracle),
-    Step(StepTrial, Oracle),
-}
 
 enum Real {
     Forward(ForwardTrial),
@@ -111,14 +102,25 @@ impl GpuExecutor {
         }
     }
 
-    /// Starts anew for another shape. The old one's memory is free before the new one's is taken.
+    /// Starts anew for another shape. The old one's memory is free before the new one's is taken, but for its twins: shapes that differ
+    /// in length or batch have the same.
     fn switch(&self, prepared: &mut Prepared, target: &Target) {
         if prepared.target.as_ref() != Some(target) {
             *prepared = Prepared {
                 target: Some(target.clone()),
+                twins: std::mem::take(&mut prepared.twins),
                 ..Prepared::default()
             };
         }
+    }
+
+    /// Inputs and oracles of a shape and its twins.
+    fn make(&self, prepared: &mut Prepared, target: &Target) -> Result<(), CudaError> {
+        prepared.twins.make(&self.device, &self.jit, target)?;
+        if prepared.real.is_none() {
+            prepared.real = Some(self.make_real(target)?);
+        }
+        Ok(())
     }
 
     fn unfit(&self, target: &Target, error: &CudaError) -> TunerError {
@@ -132,40 +134,10 @@ impl GpuExecutor {
         }
     }
 
-    /// A twin for each length that the shape's strategies need.
-    fn make_twins(&self, target: &Target) -> Result<HashMap<usize, Twin>, CudaError> {
-        let mut twins = HashMap::new();
-        match target {
-            Target::Forward(problem) => {
-                for config in rules::agreement_defaults(problem, self.device.facts()) {
-                    let twin = twin::of_forward(problem, &config);
-                    if twins.contains_key(&twin.seqlen) {
-                        continue;
-                    }
-                    let mut made = generate(&twin, SEED, PATTERN);
-                    let oracle = Oracle::forward(&twin, &made);
-                    made.poison_tail(&twin);
-                    let trial =
-                        ForwardTrial::new(&self.device, &self.jit, &twin, &made, Placement::Exact)?;
-                    twins.insert(twin.seqlen, Twin::Forward(trial, oracle));
-                }
-            }
-            Target::Step(problem) => {
-                let twin = twin::of_step(problem);
-                let made = generate_step(&twin, SEED, PATTERN);
-                let oracle = Oracle::step(&twin, &made);
-                let trial =
-                    StepTrial::new(&self.device, &self.jit, &twin, &made, Placement::Exact)?;
-                twins.insert(twin_length(target, None), Twin::Step(trial, oracle));
-            }
-        }
-        Ok(twins)
-    }
-
     fn make_real(&self, target: &Target) -> Result<Real, CudaError> {
         Ok(match target {
             Target::Forward(problem) => {
-                let made = generate(problem, SEED, PATTERN);
+                let made = generate(problem, super::SEED, super::PATTERN);
                 Real::Forward(ForwardTrial::new(
                     &self.device,
                     &self.jit,
@@ -175,7 +147,7 @@ impl GpuExecutor {
                 )?)
             }
             Target::Step(problem) => {
-                let made = generate_step(problem, SEED, PATTERN);
+                let made = generate_step(problem, super::SEED, super::PATTERN);
                 Real::Step(StepTrial::new(
                     &self.device,
                     &self.jit,
@@ -194,10 +166,7 @@ impl GpuExecutor {
         target: &Target,
         candidate: &Candidate,
     ) -> Result<Arc<Loaded>, Failure> {
-        let whole = match candidate {
-            Candidate::Kernel { within, .. } => Candidate::Strategy(*within),
-            other => *other,
-        };
+        let whole = whole(candidate);
         if let Some(loaded) = kept.get(&(is_twin, whole)) {
             return Ok(loaded.clone());
         }
@@ -267,6 +236,37 @@ impl GpuExecutor {
         Ok(slot.as_ref().expect("a scratch was just made"))
     }
 
+    /// Loads what is not loaded of the candidates, on all cores: for their twins, unless they are known to be right there, and for the
+    /// shape itself.
+    fn load_ahead(&self, prepared: &mut Prepared, target: &Target, candidates: &[Candidate]) {
+        let mut wholes: Vec<Candidate> = Vec::new();
+        for whole in candidates.iter().map(whole) {
+            if !wholes.contains(&whole) {
+                wholes.push(whole);
+            }
+        }
+        let (twins, known) = (&prepared.twins, &prepared.loaded);
+        let load = |whole: Candidate| {
+            let twin = twin_of(target, &whole).filter(|twin| !twins.is_right(twin, &whole));
+            // One after the other: the second finds the modules of the first.
+            let places = [(false, Some(target.clone())), (true, twin)];
+            places.into_iter().filter_map(move |(is_twin, problem)| {
+                let key = (is_twin, whole);
+                if known.contains_key(&key) {
+                    return None;
+                }
+                let loaded = self.load_now(&problem?, &whole).ok()?;
+                Some((key, Arc::new(loaded)))
+            })
+        };
+        let loaded: Vec<((bool, Candidate), Arc<Loaded>)> =
+            wholes.into_par_iter().flat_map_iter(load).collect();
+        if prepared.loaded.len() + loaded.len() > KEPT {
+            prepared.loaded.clear();
+        }
+        prepared.loaded.extend(loaded);
+    }
+
     fn verify_twin(
         &self,
         prepared: &mut Prepared,
@@ -279,33 +279,26 @@ impl GpuExecutor {
             loaded: kept,
             ..
         } = prepared;
-        let strategy = match candidate {
-            Candidate::Kernel { within, .. } | Candidate::Strategy(within) => Some(within),
-            Candidate::Step(_) => None,
-        };
-        let twin = twins
-            .get(&twin_length(target, strategy))
+        let whole = whole(candidate);
+        let twin = twin_of(target, candidate)
+            .and_then(|problem| twins.get(&problem))
             .ok_or_else(mismatch)?;
-        match twin {
-            Twin::Forward(trial, oracle) => {
-                let twin = Target::Forward(trial.problem.clone());
-                let loaded = self.load(kept, true, &twin, candidate)?;
-                let Loaded::Forward(loaded) = &*loaded else {
-                    return Err(mismatch());
-                };
+        if let Some(verified) = twin.right.get(&whole) {
+            return Ok(*verified);
+        }
+        let loaded = self.load(kept, true, &twin.problem, candidate)?;
+        let run = match (&twin.trial, &*loaded) {
+            (Trial::Forward(trial), Loaded::Forward(loaded)) => {
                 let bytes = loaded.plan().workspace.total_bytes;
                 let scratch = self.scratch(scratch, bytes).map_err(|e| self.failure(&e))?;
-                oracle.check(&trial.run_twice(loaded, &self.stream, scratch)?)
+                trial.run_twice(loaded, &self.stream, scratch)?
             }
-            Twin::Step(trial, oracle) => {
-                let twin = Target::Step(trial.problem.clone());
-                let loaded = self.load(kept, true, &twin, candidate)?;
-                let Loaded::Step(loaded) = &*loaded else {
-                    return Err(mismatch());
-                };
-                oracle.check(&trial.run_twice(loaded, &self.stream)?)
-            }
-        }
+            (Trial::Step(trial), Loaded::Step(loaded)) => trial.run_twice(loaded, &self.stream)?,
+            _ => return Err(mismatch()),
+        };
+        let verified = twin.oracle.check(&run)?;
+        twin.right.insert(whole, verified);
+        Ok(verified)
     }
 
     fn run_real(
@@ -412,11 +405,11 @@ impl GpuExecutor {
     }
 }
 
-/// Length of the twin that serves a strategy; 0 for decode steps, which have one twin.
-fn twin_length(target: &Target, strategy: Option<&StrategyConfig>) -> usize {
-    match (target, strategy) {
-        (Target::Forward(problem), Some(config)) => twin::of_forward(problem, config).seqlen,
-        _ => 0,
+/// What runs when a candidate is verified: the whole strategy around a kernel.
+fn whole(candidate: &Candidate) -> Candidate {
+    match candidate {
+        Candidate::Kernel { within, .. } => Candidate::Strategy(*within),
+        other => *other,
     }
 }
 
@@ -533,13 +526,20 @@ impl Executor for GpuExecutor {
         &self,
         target: &Target,
         candidates: &[Candidate],
-    ) -> Result<Vec<Result<Compiled, Failure>>, TunerError> {
-        Ok(compile_all(
-            &self.jit,
-            self.device.facts(),
-            target,
-            candidates,
-        ))
+        tell: Tell<'_>,
+    ) -> Result<(), TunerError> {
+        compile_each(&self.jit, self.device.facts(), target, candidates, tell);
+        Ok(())
+    }
+
+    fn load(&self, target: &Target, candidates: &[Candidate]) -> Result<(), TunerError> {
+        self.prepare(target)?;
+        let mut prepared = self
+            .prepared
+            .lock()
+            .expect("no holder of this lock should panic");
+        self.load_ahead(&mut prepared, target, candidates);
+        Ok(())
     }
 
     fn prepare(&self, target: &Target) -> Result<(), TunerError> {
@@ -548,15 +548,16 @@ impl Executor for GpuExecutor {
             .lock()
             .expect("no holder of this lock should panic");
         self.switch(&mut prepared, target);
-        if prepared.twins.is_empty() {
-            prepared.twins = self
-                .make_twins(target)
-                .map_err(|e| self.unfit(target, &e))?;
+        if prepared.real.is_some() {
+            return Ok(());
         }
-        if prepared.real.is_none() {
-            prepared.real = Some(self.make_real(target).map_err(|e| self.unfit(target, &e))?);
+        let mut made = self.make(&mut prepared, target);
+        if made.as_ref().is_err_and(CudaError::is_out_of_memory) {
+            // What was kept of earlier shapes must not be in the way of this one.
+            prepared.twins = Twins::default();
+            made = self.make(&mut prepared, target);
         }
-        Ok(())
+        made.map_err(|e| self.unfit(target, &e))
     }
 
     fn verify(

@@ -179,6 +179,11 @@ impl Output {
     /// # Errors
     /// A driver error.
     pub fn read(&self) -> Result<Vec<u8>, CudaError> {
+        if self.meta.is_contiguous() {
+            let mut dense = vec![0u8; span_bytes(&self.meta)];
+            self.buffer.read(self.offset_bytes, &mut dense)?;
+            return Ok(dense);
+        }
         let mut now = vec![0u8; self.buffer.bytes()];
         self.buffer.read(0, &mut now)?;
         Ok(gather(&now, self.offset_bytes, &self.meta))
@@ -217,14 +222,13 @@ impl Scratch {
         &self.buffer
     }
 
-    /// Poisons the `used` bytes that a call may use; all behind them is guard.
+    /// Enqueues that the `used` bytes that a call may use are poisoned, and guard put behind them. What is behind the guard is poison too.
     ///
     /// # Errors
     /// A driver error.
     pub fn reset(&self, stream: &Stream, used: usize) -> Result<(), CudaError> {
         self.buffer.fill(stream, POISON)?;
-        stream.synchronize()?;
-        self.buffer.write(used, &[CANARY; GUARD_BYTES])
+        self.buffer.fill_part(stream, used, GUARD_BYTES, CANARY)
     }
 
     /// What was written right behind the `used` bytes, if anything.

@@ -10,7 +10,7 @@ use mamba2_spec::{
     Dtype, ForwardInputs, ForwardOutputs, Problem, StepInputs, StepOutputs, StepProblem,
 };
 
-use super::compare::decode;
+use super::compare::{decode, distance};
 use super::output::{Output, Scratch};
 use super::place::{self, Placement};
 use crate::executor::{Failure, FailureKind, Verified};
@@ -278,6 +278,28 @@ impl Oracle {
     /// # Errors
     /// [`FailureKind::Wrong`] with the full error report.
     pub fn check(&self, run: &Run) -> Result<Verified, Failure> {
+        let close = Verified {
+            out_error: distance(&run.out, self.dtype, &self.out),
+            states_error: self
+                .states_dtype
+                .map_or(0.0, |dtype| distance(&run.states, dtype, &self.states)),
+        };
+        let whole = self.is_whole(run);
+        if whole && close.out_error <= self.bounds.out && close.states_error <= self.bounds.states {
+            return Ok(close);
+        }
+        self.report(run)
+    }
+
+    /// True if there are as many elements as there should be.
+    fn is_whole(&self, run: &Run) -> bool {
+        let states = self.states_dtype.map_or(0, Dtype::size_bytes);
+        run.out.len() >= self.out.len() * self.dtype.size_bytes()
+            && run.states.len() == self.states.len() * states
+    }
+
+    /// [`Oracle::check`] with everything that can be said: sorts errors, which takes ten times as long.
+    fn report(&self, run: &Run) -> Result<Verified, Failure> {
         let out = decode(&run.out, self.dtype);
         let out = ErrorReport::compare(&out[..self.out.len().min(out.len())], &self.out);
         let states = self

@@ -1,6 +1,6 @@
 use std::fmt::Write;
 
-use super::{GroupReport, JobReport, TuneReport};
+use super::{GroupReport, JobReport, TuneReport, time_text};
 
 const STYLE: &str = "body{font:14px/1.45 system-ui,sans-serif;margin:2em auto;max-width:76em;padding:0 1em;color:#222}\
 table{border-collapse:collapse;margin:.6em 0}th,td{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}\
@@ -45,11 +45,11 @@ pub(super) fn of(job: &JobReport) -> String {
         page,
         "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\"><title>mamba2 tuning report</title>\
          <style>{STYLE}</style></head><body><h1>Tuning report</h1><p>{device}</p>\
-         <p>{} shapes tuned, {} failed, {} left to other shards, {:.1} s.</p>",
+         <p>{} shapes tuned, {} failed, {} left to other shards. {}</p>",
         job.shapes.len(),
         job.failed.len(),
         job.other_shards,
-        job.seconds
+        escape(&time_text(job.seconds, &job.phases()))
     );
     overview(&mut page, job);
     for failed in &job.failed {
@@ -137,11 +137,12 @@ fn section(page: &mut String, s: &TuneReport) {
     let c = &s.counts;
     let _ = write!(
         page,
-        "<p>{} candidates: {} measured, {} cut after a first look, {} failed; {} known from earlier runs. \
+        "<p>{} candidates: {} measured, {} cut after a first look ({} of them take longer alone than another strategy altogether), {} failed; {} known from earlier runs. \
          Error against float64: {:.2e}. Template <code>{}</code>, NVRTC {}, driver {}.</p>",
         c.candidates,
         c.measured,
         c.cut,
+        c.cut_in_all,
         c.failed,
         c.stored,
         s.choice.max_error,
@@ -149,6 +150,7 @@ fn section(page: &mut String, s: &TuneReport) {
         escape(&s.choice.conditions.nvrtc),
         escape(&s.choice.conditions.driver)
     );
+    let _ = write!(page, "<p>{}</p>", escape(&time_text(s.seconds, &s.phases)));
     page.push_str("<table><tr><th>finalist<th>median, us<th>spread, us</tr>");
     for f in &s.finalists {
         let _ = write!(

@@ -1,6 +1,6 @@
 use std::fmt::Write;
 
-use super::JobReport;
+use super::{JobReport, time_text};
 
 /// Columns of numbers are right-aligned; a missing number is a dash.
 pub(super) fn of(job: &JobReport) -> String {
@@ -55,10 +55,10 @@ pub(super) fn of(job: &JobReport) -> String {
     };
     let _ = writeln!(
         text,
-        "{} shapes tuned, {} failed{others}, {:.1} s",
+        "{} shapes tuned, {} failed{others}, {}",
         job.shapes.len(),
         job.failed.len(),
-        job.seconds
+        time_text(job.seconds, &job.phases())
     );
     text
 }

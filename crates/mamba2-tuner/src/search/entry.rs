@@ -23,7 +23,8 @@ impl Entry {
     pub fn median_us(&self) -> Option<f64> {
         match &self.outcome {
             Outcome::Timed {
-                stage: Stage::Cut, ..
+                stage: Stage::Cut(_),
+                ..
             }
             | Outcome::Failed(_) => None,
             Outcome::Timed {

@@ -7,6 +7,7 @@ use sha2::{Digest, Sha256};
 use super::{Entry, Group, Search, timed};
 use crate::choose::ties_with_best;
 use crate::executor::{Check, Rounds};
+use crate::phases::Phase;
 use crate::sink::{Outcome, Stage};
 use crate::stats::four_digits;
 use crate::{Candidate, Summary, TunerError};
@@ -99,7 +100,7 @@ impl Search<'_> {
             .iter()
             .map(|e| (e.candidate, e.outcome.clone()));
         let results: Vec<(Candidate, Outcome)> = timed.chain(failed).collect();
-        self.store(results.iter().map(|(c, o)| (c, o)))?;
+        self.store(&results)?;
         self.progress.advance(
             entrants.len(),
             finals
@@ -124,7 +125,7 @@ impl Search<'_> {
                 stored,
             })
         };
-        match self.stored(candidate)? {
+        match self.keeper.stored(candidate)? {
             Some(Outcome::Failed(failure)) => return Ok(rejected(failure, true)),
             Some(Outcome::Timed {
                 stage: Stage::Final { .. },
@@ -136,17 +137,19 @@ impl Search<'_> {
             }
             _ => {}
         }
-        let compiled = self.executor.compile(self.target, &[*candidate])?;
+        let compiled = self.clock.time(Phase::Compiling, || {
+            self.executor.compile_all(self.target, &[*candidate])
+        })?;
         if let Some(Err(failure)) = compiled.into_iter().next() {
             return Ok(rejected(failure, false));
         }
-        let verified = match self.executor.verify(self.target, candidate, Check::Twin)? {
+        let verified = match self.verify(candidate, Check::Twin)? {
             Ok(verified) => verified,
             Err(failure) => return Ok(rejected(failure, false)),
         };
         let standard = against.unwrap_or(*candidate);
         let check = Check::RealShape { against: standard };
-        if let Err(failure) = self.executor.verify(self.target, candidate, check)? {
+        if let Err(failure) = self.verify(candidate, check)? {
             return Ok(rejected(failure, false));
         }
         // Only now: a config that fails on the shape itself must not judge others.
@@ -166,11 +169,10 @@ impl Search<'_> {
             rounds: self.policy.final_rounds,
             samples: self.policy.final_samples,
         };
-        for (candidate, result) in
-            entrants
-                .iter()
-                .zip(self.executor.measure(self.target, entrants, rounds)?)
-        {
+        let results = self.clock.time(Phase::Finals, || {
+            self.executor.measure(self.target, entrants, rounds)
+        })?;
+        for (candidate, result) in entrants.iter().zip(results) {
             match result.and_then(|new| timed(&new).map(|_| new)) {
                 Ok(new) => samples.entry(*candidate).or_default().extend(new),
                 Err(failure) => {
@@ -195,7 +197,7 @@ impl Search<'_> {
     ) -> Result<Option<Vec<(Candidate, Summary)>>, TunerError> {
         let mut times = Vec::new();
         for candidate in entrants {
-            match self.stored(candidate)? {
+            match self.keeper.stored(candidate)? {
                 Some(Outcome::Timed {
                     summary,
                     stage: Stage::Final { set, .. },

@@ -2,6 +2,7 @@
 
 mod entry;
 mod finals;
+mod keeper;
 mod ranking;
 mod screen;
 
@@ -11,11 +12,13 @@ use mamba2_spec::{Problem, StepProblem};
 
 pub(crate) use self::entry::{Entry, Group};
 pub(crate) use self::finals::Finals;
+use self::keeper::Keeper;
 use self::ranking::ranking;
 use crate::choose::choose;
-use crate::executor::{Executor, Failure, FailureKind, Rounds};
+use crate::executor::{Check, Executor, Failure, FailureKind, Rounds, Verified};
+use crate::phases::{Clock, Phase};
 use crate::report::{self, TuneReport};
-use crate::sink::{Choice, Outcome, Sink, Stored};
+use crate::sink::{Choice, Outcome, Sink};
 use crate::space::Space;
 use crate::{Candidate, Policy, Progress, Summary, Target, TunerError};
 
@@ -94,7 +97,7 @@ pub fn tune_space(
     let started = Instant::now();
     let search = Search::new(target, executor, sink, progress, policy);
     let mut groups = search.screen(space)?;
-    search.refine(&mut groups)?;
+    search.refine(space, &mut groups)?;
     let ranked = ranking(space, &groups, policy);
     let finals = search.finals(&space.default, &ranked, &groups)?;
     let failed = groups
@@ -131,7 +134,10 @@ pub fn tune_space(
         rejected,
         quiet: default.unwrap_or(summary).relative_spread() <= policy.quiet_spread,
     };
-    sink.put_choice(executor.device(), target, &choice)?;
+    search.clock.time(Phase::Storing, || {
+        sink.put_choice(executor.device(), target, &choice)
+    })?;
+    let phases = search.clock.phases();
     let report = report::make(
         target,
         space,
@@ -140,7 +146,17 @@ pub fn tune_space(
         groups,
         finals,
         choice,
-        started.elapsed(),
+        report::Took {
+            all: started.elapsed(),
+            phases,
+        },
+    );
+    tracing::info!(
+        shape = %report.shape,
+        candidates = report.counts.candidates,
+        seconds = report.seconds,
+        phases = %phases.text(),
+        "tuned"
     );
     for warning in &report.warnings {
         progress.warn(warning);
@@ -152,9 +168,10 @@ pub(crate) struct Search<'a> {
     target: &'a Target,
     shape: String,
     executor: &'a dyn Executor,
-    sink: &'a dyn Sink,
+    keeper: Keeper<'a>,
     progress: &'a dyn Progress,
     policy: &'a Policy,
+    clock: Clock,
 }
 
 impl<'a> Search<'a> {
@@ -169,59 +186,41 @@ impl<'a> Search<'a> {
             target,
             shape: target.to_string(),
             executor,
-            sink,
+            keeper: Keeper {
+                target,
+                executor,
+                sink,
+                policy,
+            },
             progress,
             policy,
+            clock: Clock::default(),
         }
     }
 
-    /// The stored result of a candidate, if template, compiler, driver and (for timings) policy are still the same.
-    fn stored(&self, candidate: &Candidate) -> Result<Option<Outcome>, TunerError> {
-        let Some(stored) = self
-            .sink
-            .result(self.executor.device(), self.target, candidate)?
-        else {
-            return Ok(None);
-        };
-        let same_measurement = match stored.outcome {
-            Outcome::Timed { .. } => stored.measurement == self.policy.measurement(),
-            Outcome::Failed(_) => true,
-        };
-        let valid = same_measurement && stored.conditions == self.executor.conditions(candidate);
-        Ok(valid.then_some(stored.outcome))
+    /// Stores results and waits until they are kept.
+    fn store(&self, results: &[(Candidate, Outcome)]) -> Result<(), TunerError> {
+        self.clock
+            .time(Phase::Storing, || self.keeper.store(results))
     }
 
-    fn store<'b>(
+    fn verify(
         &self,
-        results: impl Iterator<Item = (&'b Candidate, &'b Outcome)>,
-    ) -> Result<(), TunerError> {
-        let results: Vec<(Candidate, Stored)> = results
-            .filter(|(_, outcome)| !matches!(outcome, Outcome::Failed(f) if !f.kind.is_lasting()))
-            .map(|(candidate, outcome)| {
-                let measurement = match outcome {
-                    Outcome::Timed { .. } => self.policy.measurement(),
-                    Outcome::Failed(_) => String::new(),
-                };
-                let conditions = self.executor.conditions(candidate);
-                (
-                    *candidate,
-                    Stored {
-                        conditions,
-                        measurement,
-                        outcome: outcome.clone(),
-                    },
-                )
-            })
-            .collect();
-        if results.is_empty() {
-            return Ok(());
-        }
-        self.sink
-            .put_results(self.executor.device(), self.target, &results)
+        candidate: &Candidate,
+        check: Check,
+    ) -> Result<Result<Verified, Failure>, TunerError> {
+        let phase = match check {
+            Check::Twin => Phase::VerifyingTwin,
+            Check::RealShape { .. } => Phase::VerifyingShape,
+        };
+        self.clock.time(phase, || {
+            self.executor.verify(self.target, candidate, check)
+        })
     }
 
     fn measure(
         &self,
+        phase: Phase,
         candidates: impl Iterator<Item = Candidate>,
         rounds: Rounds,
     ) -> Result<Vec<Result<Summary, Failure>>, TunerError> {
@@ -229,7 +228,9 @@ impl<'a> Search<'a> {
         if candidates.is_empty() {
             return Ok(Vec::new());
         }
-        let samples = self.executor.measure(self.target, &candidates, rounds)?;
+        let samples = self.clock.time(phase, || {
+            self.executor.measure(self.target, &candidates, rounds)
+        })?;
         Ok(samples
             .into_iter()
             .map(|result| result.and_then(|samples| timed(&samples)))

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use mamba2_spec::{DeviceFacts, Kernel};
 use serde::{Deserialize, Serialize};
 
-use crate::executor::{Check, Compiled, Conditions, Failure, Rounds, Verified};
+use crate::executor::{Check, Compiling, Conditions, Failure, Rounds, Verified};
 use crate::{Candidate, Target};
 
 /// What a worker is for: the argument of the hidden subcommand that starts it, as JSON.
@@ -40,6 +40,10 @@ pub(super) enum Request {
         target: Target,
         candidates: Vec<Candidate>,
     },
+    Load {
+        target: Target,
+        candidates: Vec<Candidate>,
+    },
     Verify {
         target: Target,
         candidate: Candidate,
@@ -62,11 +66,9 @@ pub(super) enum Response {
     /// The shape cannot be tuned here.
     Unfit(String),
     Prepared,
-    /// One of the candidates of a [`Request::Compile`]; they come in any order.
-    Compiled {
-        index: usize,
-        result: Result<Compiled, Failure>,
-    },
+    /// How far a [`Request::Compile`] is.
+    Compiling(Compiling),
+    Loaded,
     Verified(Result<Verified, Failure>),
     Measured(Vec<Result<Vec<f64>, Failure>>),
 }

@@ -1,3 +1,4 @@
+use std::ops::ControlFlow;
 use std::process::Command;
 use std::sync::Mutex;
 use std::time::Duration;
@@ -7,7 +8,7 @@ use mamba2_spec::{DeviceFacts, Kernel};
 use super::channel::{Channel, Silence};
 use super::protocol::{Hello, Request, Response, Role};
 use crate::executor::{
-    Check, Compiled, Conditions, Executor, Failure, FailureKind, Rounds, Verified,
+    Check, Compiling, Conditions, Executor, Failure, FailureKind, Rounds, Tell, Verified,
 };
 use crate::{Candidate, Target, TunerError};
 
@@ -31,8 +32,16 @@ pub struct RemoteExecutor {
 
 /// One answer for each of several candidates; or why the worker was lost, and nobody knows whose fault it is.
 type Together<T> = Result<Vec<Result<T, Failure>>, Failure>;
-/// Answers that came before a worker was lost.
-type Answers = Vec<Option<Result<Compiled, Failure>>>;
+/// How a request to compile several candidates ended.
+enum CompileEnd {
+    /// Every candidate has its answer, or nobody wants more.
+    Done,
+    /// The worker was lost while it compiled these, those that are the same code together.
+    Lost {
+        failure: Failure,
+        suspects: Vec<Vec<usize>>,
+    },
+}
 
 /// A worker that may have to be started (again).
 #[derive(Default)]
@@ -166,32 +175,84 @@ impl RemoteExecutor {
         }
     }
 
-    /// Compiles in one worker; what was not answered when it was lost is `None`.
+    /// Compiles the `open` ones of the candidates in one worker, and strikes from `open` what has its answer.
     fn compile_together(
         &self,
         worker: &mut Worker,
         target: &Target,
         candidates: &[Candidate],
-    ) -> Result<(Answers, Option<Failure>), TunerError> {
+        open: &mut Vec<usize>,
+        tell: Tell<'_>,
+    ) -> Result<CompileEnd, TunerError> {
         let channel = self.channel(worker, &self.compile_role)?;
+        let sent = open.clone();
         channel.send(&Request::Compile {
             target: target.clone(),
-            candidates: candidates.to_vec(),
+            candidates: sent.iter().map(|i| candidates[*i]).collect(),
         });
-        let mut results: Answers = vec![None; candidates.len()];
-        while results.iter().any(Option::is_none) {
-            match channel.receive(self.timeout) {
-                Ok(Response::Compiled { index, result }) if index < results.len() => {
-                    results[index] = Some(result)
+        let places = |members: Vec<usize>| -> Vec<usize> {
+            let place = |i: usize| sent.get(i).copied();
+            members.into_iter().filter_map(place).collect()
+        };
+        let mut started: Vec<Vec<usize>> = Vec::new();
+        while !open.is_empty() {
+            let step = match channel.receive(self.timeout) {
+                Ok(Response::Compiling(Compiling::Started(members))) => {
+                    started.push(places(members));
+                    continue;
                 }
+                Ok(Response::Compiling(Compiling::Done(members, result))) => {
+                    let members = places(members);
+                    started.retain(|s| *s != members);
+                    open.retain(|i| !members.contains(i));
+                    Compiling::Done(members, result)
+                }
+                Ok(Response::Error(text)) => return Err(TunerError::Device(text)),
                 Ok(other) => return Err(unexpected(&other)),
                 Err(silence) => {
                     worker.channel = None;
-                    return Ok((results, Some(failure_of(&silence))));
+                    return Ok(CompileEnd::Lost {
+                        failure: failure_of(&silence),
+                        suspects: started,
+                    });
                 }
+            };
+            if tell(step) == ControlFlow::Break(()) {
+                // It would go on with what nobody wants.
+                worker.channel = None;
+                break;
             }
         }
-        Ok((results, None))
+        Ok(CompileEnd::Done)
+    }
+
+    /// Compiles one of several candidates that are the same code, and answers for all of them.
+    fn compile_alone(
+        &self,
+        worker: &mut Worker,
+        target: &Target,
+        candidates: &[Candidate],
+        members: Vec<usize>,
+        tell: Tell<'_>,
+    ) -> Result<ControlFlow<()>, TunerError> {
+        let answer = Mutex::new(None);
+        let keep = |step| {
+            if let Compiling::Done(_, result) = step {
+                *answer.lock().expect("no holder of this lock should panic") = Some(result);
+            }
+            ControlFlow::Continue(())
+        };
+        let mut alone: Vec<usize> = members.first().copied().into_iter().collect();
+        let end = self.compile_together(worker, target, candidates, &mut alone, &keep)?;
+        let answer = answer
+            .into_inner()
+            .expect("no holder of this lock should panic");
+        let result = match (answer, end) {
+            (Some(result), _) => result,
+            (None, CompileEnd::Lost { failure, .. }) => Err(failure),
+            (None, CompileEnd::Done) => return Ok(ControlFlow::Continue(())),
+        };
+        Ok(tell(Compiling::Done(members, result)))
     }
 }
 
@@ -247,25 +308,64 @@ impl Executor for RemoteExecutor {
         &self,
         target: &Target,
         candidates: &[Candidate],
-    ) -> Result<Vec<Result<Compiled, Failure>>, TunerError> {
+        tell: Tell<'_>,
+    ) -> Result<(), TunerError> {
         let worker = &mut *Self::lock(&self.compiler);
-        let (mut results, lost) = self.compile_together(worker, target, candidates)?;
-        if lost.is_some() {
-            // One at a time, so that only the one at fault is lost with the worker.
-            for (result, candidate) in results
-                .iter_mut()
-                .zip(candidates)
-                .filter(|(r, _)| r.is_none())
+        let mut open: Vec<usize> = (0..candidates.len()).collect();
+        loop {
+            let end = self.compile_together(worker, target, candidates, &mut open, tell)?;
+            let CompileEnd::Lost {
+                failure,
+                mut suspects,
+            } = end
+            else {
+                return Ok(());
+            };
+            // A worker that was lost before it began would be lost for ever.
+            if suspects.is_empty() {
+                suspects.push(vec![open[0]]);
+            }
+            if let [only] = &suspects[..]
+                && *only == open
             {
-                let (mut alone, lost) =
-                    self.compile_together(worker, target, std::slice::from_ref(candidate))?;
-                *result = alone.pop().flatten().or(lost.map(Err));
+                let _ = tell(Compiling::Done(open, Err(failure)));
+                return Ok(());
+            }
+            // One at a time, so that only the one at fault is lost with the worker.
+            for members in suspects {
+                open.retain(|i| !members.contains(i));
+                if self
+                    .compile_alone(worker, target, candidates, members, tell)?
+                    .is_break()
+                {
+                    return Ok(());
+                }
+            }
+            if open.is_empty() {
+                return Ok(());
             }
         }
-        Ok(results
-            .into_iter()
-            .map(|r| r.expect("every candidate should have an answer"))
-            .collect())
+    }
+
+    fn load(&self, target: &Target, candidates: &[Candidate]) -> Result<(), TunerError> {
+        let worker = &mut *Self::lock(&self.gpu);
+        self.prepared(worker, target)?;
+        let request = Request::Load {
+            target: target.clone(),
+            candidates: candidates.to_vec(),
+        };
+        let timeout = self.timeout * u32::try_from(candidates.len()).unwrap_or(u32::MAX).max(1);
+        match self.ask(worker, &request, timeout)? {
+            Ok(Response::Loaded) => Ok(()),
+            Ok(Response::Error(text)) => {
+                tracing::debug!("loading ahead failed: {text}");
+                worker.channel = None;
+                Ok(())
+            }
+            Ok(other) => Err(unexpected(&other)),
+            // Whose fault it was shows when each is verified by itself.
+            Err(_) => Ok(()),
+        }
     }
 
     fn verify(

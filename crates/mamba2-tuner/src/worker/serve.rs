@@ -1,10 +1,10 @@
 use std::io::{BufRead, Write};
+use std::ops::ControlFlow;
 use std::sync::Mutex;
 use std::sync::mpsc;
 
 use mamba2_cuda::{CubinCache, Jit};
 use mamba2_spec::Kernel;
-use rayon::prelude::*;
 
 use super::protocol::{Hello, Request, Response, Role};
 use crate::gpu::{CompileExecutor, GpuExecutor};
@@ -100,16 +100,19 @@ fn handle(
             .measure(&target, &candidates, rounds)
             .map(Response::Measured),
         Request::Compile { target, candidates } => {
-            // One answer as soon as it is there: silence tells the parent which candidate hangs.
-            return candidates
-                .par_iter()
-                .enumerate()
-                .try_for_each(|(index, candidate)| {
-                    let result = executor.compile(&target, &[*candidate])?.swap_remove(0);
-                    answer(out, &Response::Compiled { index, result })
-                })
-                .map(|()| None);
+            // An answer as soon as it is there: silence tells the parent which candidates hang.
+            let tell = |step| match answer(out, &Response::Compiling(step)) {
+                Ok(()) => ControlFlow::Continue(()),
+                Err(_) => ControlFlow::Break(()),
+            };
+            match executor.compile(&target, &candidates, &tell) {
+                Ok(()) => return Ok(None),
+                Err(error) => Err(error),
+            }
         }
+        Request::Load { target, candidates } => executor
+            .load(&target, &candidates)
+            .map(|()| Response::Loaded),
     };
     Ok(Some(response.unwrap_or_else(|error| match error {
         TunerError::Unfit { reason, .. } => Response::Unfit(reason),

@@ -10,8 +10,8 @@ use mamba2_spec::{DeviceFacts, Kernel};
 use mamba2_tunedb::{CacheDir, LocalDb};
 use mamba2_tuner::fake::{FakeExecutor, Script};
 use mamba2_tuner::{
-    Candidate, Check, Choice, Compiled, Conditions, DbSink, Executor, Failure, Policy, Rounds,
-    Silent, Sink, Stored, Target, TunerError, Verified, tune_target, worker::serve,
+    Candidate, Check, Choice, Compiling, Conditions, DbSink, Executor, Failure, Policy, Rounds,
+    Silent, Sink, Stored, Target, Tell, TunerError, Verified, tune_target, worker::serve,
 };
 
 fn main() {
@@ -75,9 +75,16 @@ impl Executor for Telling<FakeExecutor> {
         &self,
         target: &Target,
         candidates: &[Candidate],
-    ) -> Result<Vec<Result<Compiled, Failure>>, TunerError> {
-        candidates.iter().for_each(|c| tell("compile", c));
-        self.0.compile(target, candidates)
+        told: Tell<'_>,
+    ) -> Result<(), TunerError> {
+        self.0.compile(target, candidates, &|step| {
+            if let Compiling::Started(members) = &step {
+                members
+                    .iter()
+                    .for_each(|i| tell("compile", &candidates[*i]));
+            }
+            told(step)
+        })
     }
 
     fn verify(
