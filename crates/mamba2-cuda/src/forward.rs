@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use crate::args::{ForwardArgs, Reader, first_stride, outer_strides, token_strides};
 use crate::module::Module;
-use crate::tensor_map::{TensorMap, TensorMaps};
+use crate::tensor_map::{EncodedMaps, TensorMap, TensorMaps};
 use crate::{Cubin, CudaError, Device, DeviceBuffer, DeviceTensor, Jit, Stream};
 
 /// A forward pass of one problem with one config, compiled and loaded: calls enqueue and nothing else.
@@ -18,8 +18,9 @@ pub struct LoadedForward {
     problem: Problem,
     config: StrategyConfig,
     plan: LaunchPlan,
-    kernels: Vec<LoadedKernel>,
+    kernels: Box<[LoadedKernel]>,
     fixed: ForwardArgs,
+    maps: EncodedMaps,
 }
 
 /// One kernel of a loaded call.
@@ -103,8 +104,9 @@ impl LoadedForward {
             problem: problem.clone(),
             config: *config,
             plan,
-            kernels,
+            kernels: kernels.into(),
             fixed,
+            maps: EncodedMaps::default(),
         })
     }
 
@@ -131,6 +133,19 @@ impl LoadedForward {
     /// Registers, spills and origin of each kernel, in launch order.
     pub fn reports(&self) -> impl Iterator<Item = &KernelReport> {
         self.kernels.iter().map(|k| &k.report)
+    }
+
+    /// Bytes of parameters of each launch of a call.
+    pub fn parameter_bytes(&self) -> impl Iterator<Item = usize> {
+        let launched = self.kernels.iter().filter(|k| k.launch.grid > 0);
+        launched.map(|k| {
+            let args = size_of::<ForwardArgs>();
+            if k.launch.kernel.needs_wgmma() {
+                args.next_multiple_of(align_of::<TensorMaps>()) + size_of::<TensorMaps>()
+            } else {
+                args
+            }
+        })
     }
 
     /// Enqueues the forward pass on `stream`. No allocation, no synchronisation; may be captured in a CUDA graph. The contents
@@ -221,7 +236,7 @@ impl LoadedForward {
             .iter()
             .find_map(|k| k.launch.kernel.x_box_columns());
         match columns {
-            Some(columns) if self.uses_tensor_maps(inputs) => TensorMaps::of(inputs, columns),
+            Some(columns) if self.uses_tensor_maps(inputs) => self.maps.of(inputs, columns),
             _ => Ok(TensorMaps::default()),
         }
     }
