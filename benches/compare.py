@@ -105,7 +105,7 @@ def forward_table(forward, peers):
 
 
 def decode_table(decode, peers):
-    head = ["decode: batch, nheads, headdim, ngroups, dstate", "ours us", "GB/s", "of copy", "x limit"]
+    head = ["decode: batch, nheads, headdim, ngroups, dstate", "ours us", "GB/s", "of copy", "x limit", "empty kernel us"]
     for impl in peers:
         head += [f"{impl} us", "of copy", "x ours"]
     rows = []
@@ -113,7 +113,7 @@ def decode_table(decode, peers):
         b, _, g, h, n, p = key
         ours, limit, copy = row["median_us"], row.get("limit_us"), row.get("copy_gb_s")
         cells = [f"{b}, {h}, {p}, {g}, {n}", number(ours, 1), number(row.get("gb_s"), 0), number(row.get("of_copy"), 3),
-                 number(limit and ours / limit, 2)]
+                 number(limit and ours / limit, 2), number(row.get("empty_kernel_us"), 1)]
         for impl in peers:
             us = peers[impl].get(key)
             cells += [number(us, 1), number(us and copy and row["bytes"] / us / 1e3 / copy, 3), number(us and us / ours, 2)]
@@ -129,8 +129,10 @@ def other_tables(results):
             [[row["shape"], number(row["median_us"], 1), number(row.get("over_plain"), 3)] for row in rows])
     if results.host:
         text += "\n" + markdown(
-            ["host cost of a call", "launches", "median us", "min us", "max us"],
-            [[row["shape"], str(row["launches"])] + [number(row[k], 2) for k in ("host_us", "host_min_us", "host_max_us")]
+            ["host cost of a call", "launches", "median us", "min us", "max us", "floor us", "floor a launch", "own us", "late / early", "as graph us"],
+            [[row["shape"], str(row["launches"])]
+             + [number(row.get(k), 2) for k in ("host_us", "host_min_us", "host_max_us", "floor_us", "floor_a_launch_us", "own_us",
+                                                "late_over_early", "graph_us")]
              for row in results.host])
     if results.first:
         text += "\n" + markdown(

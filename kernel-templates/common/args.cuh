@@ -49,33 +49,46 @@ struct ForwardArgs {
 };
 static_assert(sizeof(ForwardArgs) == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 10 * 4, "args.rs mirrors this struct");  // padded
 
+// Strides of a row's batch and head axes.
+struct RowStrides {
+  int64 batch;
+  int64 head;
+};
+
+// All that a step of one token reads, but for the limits of dt, is in the first 240 bytes, what the first loads wait for in the first
+// 48: parameters begin at byte 0x210, and constants that are not cached come 256 bytes at a time, then 64.
 struct StepArgs {
   void* state;                     // [slots, nheads, headdim, dstate], STATE_DTYPE, updated in place
-  const void* x;                   // [batch, tokens, nheads, headdim], X_DTYPE
+  int64 state_strides[3];          // slot, head, headdim
+  const int* state_batch_indices;  // [batch], or null; a negative index skips the row
+  int batch;
+  int aligned;                     // rows of state, B and C start on vectors: see StepProblem::vector_bytes
   const void* dt;                  // [batch, tokens, nheads], DT_DTYPE
   const float* A;                  // [nheads]
+  const float* dt_bias;            // [nheads], or null
+  const void* x;                   // [batch, tokens, nheads, headdim], X_DTYPE
   const void* B;                   // [batch, tokens, ngroups, dstate], X_DTYPE
   const void* C;                   // as B
   const float* D;                  // [nheads] or [nheads, headdim], or null
   const void* z;                   // as x, or null
-  const float* dt_bias;            // [nheads], or null
-  const int* state_batch_indices;  // [batch], or null; a negative index skips the row
   void* out;                       // as x
-  Strides x_strides;
-  Strides dt_strides;
-  Strides b_strides;
-  Strides c_strides;
-  Strides z_strides;
-  Strides out_strides;
-  int64 state_strides[3];  // slot, head, headdim
+  RowStrides dt_strides;
+  RowStrides x_strides;
+  RowStrides b_strides;
+  RowStrides c_strides;
+  RowStrides z_strides;
+  RowStrides out_strides;
   int64 d_head_stride;
   int64 indices_stride;
-  int64 work_items;
-  int batch;
-  int tokens;
-  int nheads;
   int slots;
+  int tokens;
+  int64 dt_token_stride;
+  int64 x_token_stride;
+  int64 b_token_stride;
+  int64 c_token_stride;
+  int64 z_token_stride;
+  int64 out_token_stride;
   float dt_min;
   float dt_max;
 };
-static_assert(sizeof(StepArgs) == 11 * 8 + 18 * 8 + 3 * 8 + 3 * 8 + 6 * 4, "args.rs mirrors this struct");
+static_assert(sizeof(StepArgs) == 240 + 6 * 8 + 2 * 4, "args.rs mirrors this struct");

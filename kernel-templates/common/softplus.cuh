@@ -6,9 +6,10 @@
 
 __device__ __forceinline__ float softplus(float v) { return v <= 20.f ? log1pf(expf(v)) : v; }
 
+template <float (*SOFTPLUS)(float) = softplus>
 __device__ __forceinline__ float dt_pipeline(float dt, float bias, float dt_min, float dt_max) {
   if (HAS_DT_BIAS) dt += bias;
-  if (DT_SOFTPLUS) dt = softplus(dt);
+  if (DT_SOFTPLUS) dt = SOFTPLUS(dt);
   if (HAS_DT_LIMIT) {
     dt = dt < dt_min ? dt_min : dt;
     return dt > dt_max ? dt_max : dt;

@@ -49,6 +49,10 @@ impl Fake {
         let fake = Fake(bench);
         // What times are held against.
         fake.cache(&Tool::Copy.render(facts().arch));
+        // Of a decode step, of a kernel without and of one with tensor maps.
+        for parameter_bytes in [296, 368, 896] {
+            fake.cache(&Tool::Nothing(parameter_bytes).render(facts().arch));
+        }
         fake
     }
 
@@ -125,6 +129,7 @@ fn a_decode_row_stands_beside_a_copy_timed_in_the_same_run() {
     let json = fake.bench(&["--step", STEP, "--samples", "2"]).ok().json();
     let row = &json["rows"][0];
     assert_eq!(number(row, "median_us"), 250.0);
+    assert_eq!(number(row, "empty_kernel_us"), 250.0);
     assert!((number(row, "gb_s") - STEP_BYTES / 250e3).abs() < 1e-6);
     // The copy of 1 GiB takes the fake's 250 us as well.
     assert!((number(row, "copy_gb_s") - 2.0 * 1_073_741_824.0 / 250e3).abs() < 1e-3);
@@ -158,6 +163,8 @@ fn the_host_cost_of_a_call_has_a_bound() {
         let bound = if cfg!(debug_assertions) { 25.0 } else { 5.0 };
         assert!(number(row, "host_min_us") < bound, "{row}");
         assert!(number(row, "launches") >= 1.0);
+        let launch = number(row, "floor_a_launch_us");
+        assert!(launch > 0.0 && launch <= number(row, "host_us"), "{row}");
     }
 }
 

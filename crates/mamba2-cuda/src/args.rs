@@ -74,33 +74,46 @@ argument_struct! {
 }
 
 argument_struct! {
+    /// Strides of a row's batch and head axes.
+    RowStrides {
+        batch: i64,
+        head: i64,
+    }
+}
+
+argument_struct! {
     /// Parameter of `state_update`.
     StepArgs {
         state: u64,
-        x: u64,
+        state_strides: [i64; 3],
+        state_batch_indices: u64,
+        batch: i32,
+        aligned: i32,
         dt: u64,
         A: u64,
+        dt_bias: u64,
+        x: u64,
         B: u64,
         C: u64,
         D: u64,
         z: u64,
-        dt_bias: u64,
-        state_batch_indices: u64,
         out: u64,
-        x_strides: Strides,
-        dt_strides: Strides,
-        b_strides: Strides,
-        c_strides: Strides,
-        z_strides: Strides,
-        out_strides: Strides,
-        state_strides: [i64; 3],
+        dt_strides: RowStrides,
+        x_strides: RowStrides,
+        b_strides: RowStrides,
+        c_strides: RowStrides,
+        z_strides: RowStrides,
+        out_strides: RowStrides,
         d_head_stride: i64,
         indices_stride: i64,
-        work_items: i64,
-        batch: i32,
-        tokens: i32,
-        nheads: i32,
         slots: i32,
+        tokens: i32,
+        dt_token_stride: i64,
+        x_token_stride: i64,
+        b_token_stride: i64,
+        c_token_stride: i64,
+        z_token_stride: i64,
+        out_token_stride: i64,
         dt_min: f32,
         dt_max: f32,
     }
@@ -132,7 +145,9 @@ argument_struct! {
 }
 
 const _: () = assert!(size_of::<ForwardArgs>() == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 10 * 4);
-const _: () = assert!(size_of::<StepArgs>() == 11 * 8 + 18 * 8 + 3 * 8 + 3 * 8 + 6 * 4);
+const _: () = assert!(size_of::<StepArgs>() == 240 + 6 * 8 + 2 * 4);
+// What a step of one token reads.
+const _: () = assert!(std::mem::offset_of!(StepArgs, dt_token_stride) == 240);
 
 impl ForwardArgs {
     /// The fields that do not change from call to call.
@@ -165,7 +180,6 @@ impl StepArgs {
         Ok(StepArgs {
             batch: narrow("batch", problem.batch)?,
             tokens: narrow("tokens", problem.tokens)?,
-            nheads: narrow("nheads", problem.nheads)?,
             slots: narrow("slots", problem.slots)?,
             dt_min: problem.dt_limit.min,
             dt_max: problem.dt_limit.max,
@@ -202,6 +216,12 @@ impl Reader<'_> {
 pub(crate) fn token_strides(tensor: Option<&DeviceTensor>) -> Strides {
     let [batch, token, head] = outer_strides(tensor);
     Strides { batch, token, head }
+}
+
+/// The strides of a token tensor's rows, and that of its tokens; zero if absent.
+pub(crate) fn row_strides(tensor: Option<&DeviceTensor>) -> (RowStrides, i64) {
+    let [batch, token, head] = outer_strides(tensor);
+    (RowStrides { batch, head }, token)
 }
 
 /// The first three strides, zero if absent.
@@ -258,6 +278,7 @@ mod tests {
                 pointer if pointer.ends_with('*') => (8, 8),
                 "int64" => (8, 8),
                 "Strides" => (24, 8),
+                "RowStrides" => (16, 8),
                 "int" | "float" => (4, 4),
                 other => panic!("unknown type {other}"),
             };
@@ -273,6 +294,7 @@ mod tests {
         for (name, fields) in [
             ("Strides", Strides::FIELDS),
             ("ForwardArgs", ForwardArgs::FIELDS),
+            ("RowStrides", RowStrides::FIELDS),
             ("StepArgs", StepArgs::FIELDS),
             ("CopyArgs", CopyArgs::FIELDS),
             ("CompareArgs", CompareArgs::FIELDS),

@@ -14,6 +14,7 @@ use crate::nvrtc::loaded_library_path;
 
 /// Every driver function this crate calls.
 const FUNCTIONS: &[&str] = &[
+    "cuCtxGetCurrent",
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
     "cuDeviceGet",

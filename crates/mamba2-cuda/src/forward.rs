@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use crate::args::{ForwardArgs, Reader, first_stride, outer_strides, token_strides};
 use crate::module::Module;
-use crate::tensor_map::{TensorMap, TensorMaps};
+use crate::tensor_map::{EncodedMaps, TensorMap, TensorMaps};
 use crate::{CudaError, Device, DeviceBuffer, DeviceTensor, Jit, Origin, Stream};
 
 /// A forward pass of one problem with one config, compiled and loaded: calls enqueue and nothing else.
@@ -18,8 +18,9 @@ pub struct LoadedForward {
     problem: Problem,
     config: StrategyConfig,
     plan: LaunchPlan,
-    kernels: Vec<LoadedKernel>,
+    kernels: Box<[LoadedKernel]>,
     fixed: ForwardArgs,
+    maps: EncodedMaps,
 }
 
 /// One kernel of a loaded call.
@@ -113,8 +114,9 @@ impl LoadedForward {
             problem: problem.clone(),
             config: *config,
             plan,
-            kernels,
+            kernels: kernels.into(),
             fixed,
+            maps: EncodedMaps::default(),
         })
     }
 
@@ -141,6 +143,19 @@ impl LoadedForward {
     /// Registers, spills and origin of each kernel, in launch order.
     pub fn reports(&self) -> impl Iterator<Item = &KernelReport> {
         self.kernels.iter().map(|k| &k.report)
+    }
+
+    /// Bytes of parameters of each launch of a call.
+    pub fn parameter_bytes(&self) -> impl Iterator<Item = usize> {
+        let launched = self.kernels.iter().filter(|k| k.launch.grid > 0);
+        launched.map(|k| {
+            let args = size_of::<ForwardArgs>();
+            if k.launch.kernel.needs_wgmma() {
+                args.next_multiple_of(align_of::<TensorMaps>()) + size_of::<TensorMaps>()
+            } else {
+                args
+            }
+        })
     }
 
     /// Enqueues the forward pass on `stream`. No allocation, no synchronisation; may be captured in a CUDA graph. The contents
@@ -248,7 +263,7 @@ impl LoadedForward {
             .find_map(|k| k.launch.kernel.x_box_columns());
         match columns {
             Some(columns) if self.uses_tensor_maps(inputs) => {
-                TensorMaps::of(inputs, outputs, columns)
+                self.maps.of(inputs, outputs, columns)
             }
             _ => Ok(TensorMaps::default()),
         }

@@ -42,7 +42,7 @@ mod tools;
 
 pub use availability::{Availability, DriverInfo, NvrtcInfo, availability};
 pub use cache::{Cubin, CubinCache, DEFAULT_CACHE_BYTES, Pruned, Wanted};
-pub use device::{Device, DeviceInfo};
+pub use device::{Current, Device, DeviceInfo};
 pub use error::CudaError;
 pub use forward::{KernelReport, LoadedForward};
 pub use jit::{Jit, JitCounts, JitOutcome, Origin, ShippedCubins};
@@ -53,4 +53,4 @@ pub use step::LoadedStep;
 pub use stream::{Event, Graph, Stream};
 pub use tensor::{DeviceTensor, span_bytes};
 pub use timer::{Call, Samples, Timer, TimerPolicy};
-pub use tools::{Compared, Comparer, Compares, Copier};
+pub use tools::{Compared, Comparer, Compares, Copier, Nothing};

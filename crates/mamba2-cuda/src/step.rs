@@ -2,9 +2,9 @@ use mamba2_kernels::render_step;
 use mamba2_spec::launch::KernelLaunch;
 use mamba2_spec::parameters::StateUpdate;
 use mamba2_spec::rules::check_step_config;
-use mamba2_spec::{StepInputs, StepOutputs, StepProblem, check_step};
+use mamba2_spec::{HasMeta, StepInputs, StepOutputs, StepProblem, check_step};
 
-use crate::args::{Reader, StepArgs, first_stride, outer_strides, token_strides};
+use crate::args::{Reader, StepArgs, first_stride, outer_strides, row_strides};
 use crate::forward::{KernelReport, LoadedKernel, check_stream};
 use crate::{CudaError, Device, DeviceTensor, Jit, Stream};
 
@@ -67,6 +67,11 @@ impl LoadedStep {
         &self.kernel.report
     }
 
+    /// Bytes of parameters of the launch.
+    pub fn parameter_bytes(&self) -> usize {
+        size_of::<StepArgs>()
+    }
+
     /// Enqueues the step on `stream`. No allocation, no synchronisation; may be captured in a CUDA graph. Rows whose index is
     /// negative are skipped; an index of `slots` or more is not looked for here.
     ///
@@ -84,29 +89,41 @@ impl LoadedStep {
         let read = Reader {
             device: &self.device,
         };
+        let (dt_strides, dt_token_stride) = row_strides(Some(&inputs.dt));
+        let (x_strides, x_token_stride) = row_strides(Some(&inputs.x));
+        let (b_strides, b_token_stride) = row_strides(Some(&inputs.b));
+        let (c_strides, c_token_stride) = row_strides(Some(&inputs.c));
+        let (z_strides, z_token_stride) = row_strides(inputs.z.as_ref());
+        let (out_strides, out_token_stride) = row_strides(Some(&outputs.out));
         let args = StepArgs {
             state: read.address("state", &outputs.state)?,
-            x: read.address("x", &inputs.x)?,
+            state_strides: outer_strides(Some(&outputs.state)),
+            state_batch_indices: read
+                .optional("state_batch_indices", inputs.state_batch_indices.as_ref())?,
+            aligned: self.rows_start_on_vectors(inputs, outputs).into(),
             dt: read.address("dt", &inputs.dt)?,
             A: read.address("A", &inputs.a)?,
+            dt_bias: read.optional("dt_bias", inputs.dt_bias.as_ref())?,
+            x: read.address("x", &inputs.x)?,
             B: read.address("B", &inputs.b)?,
             C: read.address("C", &inputs.c)?,
             D: read.optional("D", inputs.d.as_ref())?,
             z: read.optional("z", inputs.z.as_ref())?,
-            dt_bias: read.optional("dt_bias", inputs.dt_bias.as_ref())?,
-            state_batch_indices: read
-                .optional("state_batch_indices", inputs.state_batch_indices.as_ref())?,
             out: read.address("out", &outputs.out)?,
-            x_strides: token_strides(Some(&inputs.x)),
-            dt_strides: token_strides(Some(&inputs.dt)),
-            b_strides: token_strides(Some(&inputs.b)),
-            c_strides: token_strides(Some(&inputs.c)),
-            z_strides: token_strides(inputs.z.as_ref()),
-            out_strides: token_strides(Some(&outputs.out)),
-            state_strides: outer_strides(Some(&outputs.state)),
+            dt_strides,
+            x_strides,
+            b_strides,
+            c_strides,
+            z_strides,
+            out_strides,
             d_head_stride: first_stride(inputs.d.as_ref()),
             indices_stride: first_stride(inputs.state_batch_indices.as_ref()),
-            work_items: self.kernel.launch.work_items as i64,
+            dt_token_stride,
+            x_token_stride,
+            b_token_stride,
+            c_token_stride,
+            z_token_stride,
+            out_token_stride,
             ..self.fixed
         };
         let _bound = self.device.bind()?;
@@ -117,5 +134,16 @@ impl LoadedStep {
                 .module
                 .launch(stream, &self.kernel.launch, &args, None::<&()>, false)
         }
+    }
+    /// True if the kernel may load whole vectors of the state, of B and of C.
+    fn rows_start_on_vectors(
+        &self,
+        inputs: &StepInputs<DeviceTensor>,
+        outputs: &StepOutputs<DeviceTensor>,
+    ) -> bool {
+        let vector = self.problem.vector_bytes();
+        outputs.state.rows_start_on(vector.state)
+            && inputs.b.rows_start_on(vector.inputs)
+            && inputs.c.rows_start_on(vector.inputs)
     }
 }

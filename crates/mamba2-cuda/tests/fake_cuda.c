@@ -68,6 +68,7 @@ int cuDeviceGetAttribute(int* v, int which, int d) {
 }
 int cuDevicePrimaryCtxRetain(Handle* c, int d) { *c = (Handle)(size_t)(0x1000 + d); return NOTE; }
 int cuDevicePrimaryCtxRelease_v2(int d) { return NOTE; }
+int cuCtxGetCurrent(Handle* c) { *c = depth > 0 ? stack[depth - 1] : 0; return NOTE; }
 int cuCtxPushCurrent_v2(Handle c) { stack[depth++] = c; return NOTE; }
 int cuCtxPopCurrent_v2(Handle* c) { *c = stack[--depth]; return NOTE; }
 int cuMemAlloc_v2(Address* p, size_t n) {
@@ -96,6 +97,7 @@ int cuFuncSetAttribute(Handle f, int a, int v) { return NOTE; }
 int cuLaunchKernel(Handle f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Handle s, void** p, void** e) { return NOTE; }
 int cuLaunchKernelEx(const void* config, Handle f, void** p, void** e) { return NOTE; }
 int cuTensorMapEncodeTiled(void* map, int dtype, unsigned rank, void* address, const unsigned long long* dims, const unsigned long long* strides, const unsigned* box, const unsigned* steps, int i, int s, int l, int f) {
+  NOTE;
   for (unsigned axis = 0; axis + 1 < rank; ++axis)
     if (strides[axis] == 0 || strides[axis] % 16 || strides[axis] >> 40) return 1;
   return (size_t)address % 16 ? 1 : 0;

@@ -182,7 +182,7 @@ fn tensors(
 }
 
 #[test]
-fn i6_a_call_pushes_its_context_launches_and_pops_and_does_nothing_else() {
+fn i6_a_call_launches_and_does_nothing_else_and_leaves_the_current_context_what_it_was() {
     print_host_cost(&play("scene_enqueue", &[]));
 }
 
@@ -232,10 +232,24 @@ fn scene_enqueue() {
         before,
         "a call must not allocate on the host"
     );
-    let mut want = vec!["cuCtxPushCurrent_v2"];
+    let mut want = vec!["cuCtxGetCurrent", "cuCtxPushCurrent_v2"];
     want.extend(vec!["cuLaunchKernel"; launches]);
     want.push("cuCtxPopCurrent_v2");
     assert_eq!(fake.calls(), want);
+    assert_eq!(fake.depth(), 0);
+
+    // Where the context is current already, there is nothing to push; a thread may see to that.
+    let current = device.make_current().expect("current");
+    fake.calls();
+    loaded
+        .enqueue(&stream, &inputs, &outputs, &workspace)
+        .expect("enqueue");
+    let mut only_launches = vec!["cuCtxGetCurrent"];
+    only_launches.extend(vec!["cuLaunchKernel"; launches]);
+    assert_eq!(fake.calls(), only_launches);
+    assert_eq!(fake.depth(), 1);
+    drop(current);
+    assert_eq!(fake.calls(), ["cuCtxPopCurrent_v2"]);
     assert_eq!(fake.depth(), 0);
 
     loaded
@@ -244,6 +258,7 @@ fn scene_enqueue() {
     assert_eq!(
         fake.calls(),
         [
+            "cuCtxGetCurrent",
             "cuCtxPushCurrent_v2",
             "cuLaunchKernel",
             "cuCtxPopCurrent_v2"
@@ -273,11 +288,69 @@ fn scene_enqueue() {
         "borrowed streams and memory are not destroyed"
     );
 
+    let _current = device.make_current().expect("current");
     host_cost("forward", || {
         loaded
             .enqueue(&stream, &inputs, &outputs, &workspace)
             .expect("enqueue");
     });
+}
+
+#[test]
+fn tensor_maps_are_encoded_once_for_the_same_tensors() {
+    play("scene_tensor_maps", &[]);
+}
+
+#[test]
+#[ignore = "a scene"]
+fn scene_tensor_maps() {
+    let fake = Fake::open();
+    let device = Device::open(0).expect("device");
+    let problem = problem();
+    let loaded = load(&device, &problem);
+    let workspace = device
+        .alloc(loaded.plan().workspace.total_bytes)
+        .expect("workspace");
+    let stream = device.stream().expect("stream");
+    let calls: Vec<_> = (0..5).map(|_| tensors(&device, &problem)).collect();
+    let encoded = |(inputs, outputs): &(ForwardInputs<_>, ForwardOutputs<_>)| {
+        fake.calls();
+        loaded
+            .enqueue(&stream, inputs, outputs, &workspace)
+            .expect("enqueue");
+        let calls = fake.calls();
+        calls
+            .iter()
+            .filter(|c| *c == "cuTensorMapEncodeTiled")
+            .count()
+    };
+    // x, B, C and z, of each of a few calls that take turns.
+    for call in &calls[..4] {
+        assert_eq!(encoded(call), 4);
+    }
+    for call in &calls[..4] {
+        assert_eq!(encoded(call), 0);
+    }
+    // One more pushes the oldest out.
+    assert_eq!(encoded(&calls[4]), 4);
+    assert_eq!(encoded(&calls[1]), 0);
+    assert_eq!(encoded(&calls[0]), 4);
+    // The same address with another stride is another place.
+    let (mut inputs, outputs) = calls[4].clone();
+    let buffer = device.alloc(1 << 22).expect("alloc");
+    let shape = [
+        problem.batch,
+        problem.seqlen,
+        problem.ngroups,
+        problem.dstate,
+    ];
+    let plain = TensorMeta::contiguous(Some(problem.dtype), &shape);
+    let strides = [300 * 512, 512, 128, 1];
+    let wide = TensorMeta::strided(Some(problem.dtype), &shape, &strides);
+    for (meta, want) in [(plain, 4), (wide, 4), (plain, 0)] {
+        inputs.b = DeviceTensor::new(&buffer, 0, meta).expect("view");
+        assert_eq!(encoded(&(inputs.clone(), outputs.clone())), want);
+    }
 }
 
 /// Host cost of a call, with a driver that costs nothing.
@@ -482,11 +555,13 @@ fn scene_step() {
     assert_eq!(
         fake.calls(),
         [
+            "cuCtxGetCurrent",
             "cuCtxPushCurrent_v2",
             "cuLaunchKernel",
             "cuCtxPopCurrent_v2"
         ]
     );
+    let _current = device.make_current().expect("current");
     host_cost("step", || {
         loaded.enqueue(&stream, &inputs, &outputs).expect("enqueue");
     });

@@ -40,6 +40,10 @@ void pointer(T*& field, const char* name) {
 void strides(Strides& field, const char* name) {
   field = {static_cast<int64>(number(name, 0)), static_cast<int64>(number(name, 1)), static_cast<int64>(number(name, 2))};
 }
+void strides(RowStrides& field, int64& token, const char* name) {
+  field = {static_cast<int64>(number(name, 0)), static_cast<int64>(number(name, 2))};
+  token = static_cast<int64>(number(name, 1));
+}
 void three(int64 (&field)[3], const char* name) {
   for (int i = 0; i < 3; ++i) field[i] = static_cast<int64>(number(name, static_cast<std::size_t>(i)));
 }
@@ -56,20 +60,20 @@ void fill_common(Args& a) {
   pointer(a.z, "z");
   pointer(a.dt_bias, "dt_bias");
   pointer(a.out, "out");
+  a.d_head_stride = static_cast<int64>(number("d_head_stride"));
+  a.dt_min = static_cast<float>(number("dt_min"));
+  a.dt_max = static_cast<float>(number("dt_max"));
+}
+void fill(ForwardArgs& a) {
+  fill_common(a);
   strides(a.x_strides, "x_strides");
   strides(a.dt_strides, "dt_strides");
   strides(a.b_strides, "b_strides");
   strides(a.c_strides, "b_strides");
   strides(a.z_strides, "x_strides");
   strides(a.out_strides, "x_strides");
-  a.d_head_stride = static_cast<int64>(number("d_head_stride"));
   a.work_items = static_cast<int64>(number("work_items"));
   a.nheads = static_cast<int>(number("axes", 2));
-  a.dt_min = static_cast<float>(number("dt_min"));
-  a.dt_max = static_cast<float>(number("dt_max"));
-}
-void fill(ForwardArgs& a) {
-  fill_common(a);
   pointer(a.initial_states, "initial_states");
   pointer(a.cu_seqlens, "cu_seqlens");
   pointer(a.final_states, "final_states");
@@ -88,6 +92,13 @@ void fill(ForwardArgs& a) {
 }
 void fill(StepArgs& a) {
   fill_common(a);
+  strides(a.x_strides, a.x_token_stride, "x_strides");
+  strides(a.dt_strides, a.dt_token_stride, "dt_strides");
+  strides(a.b_strides, a.b_token_stride, "b_strides");
+  strides(a.c_strides, a.c_token_stride, "b_strides");
+  strides(a.z_strides, a.z_token_stride, "x_strides");
+  strides(a.out_strides, a.out_token_stride, "x_strides");
+  a.aligned = static_cast<int>(number("aligned"));
   a.batch = static_cast<int>(number("axes", 0));
   pointer(a.state, "state");
   pointer(a.state_batch_indices, "state_batch_indices");

@@ -182,8 +182,28 @@ impl Emulator {
         inputs: &GeneratedStep,
         device: &DeviceFacts,
     ) -> Result<(Values, Values), String> {
+        self.step_in_rounds(config, problem, inputs, device, None)
+    }
+
+    /// As [`Emulator::step`], on a grid that has blocks for `rows` rows only, so that blocks step from row to row.
+    ///
+    /// # Errors
+    /// As [`Emulator::forward`].
+    pub fn step_in_rounds(
+        &self,
+        config: &StateUpdate,
+        problem: &StepProblem,
+        inputs: &GeneratedStep,
+        device: &DeviceFacts,
+        rows: Option<usize>,
+    ) -> Result<(Values, Values), String> {
         let p = problem;
-        let rendered = render_step(config, p, device);
+        let mut rendered = render_step(config, p, device);
+        if let Some(rows) = rows {
+            rendered.launch.grid = rendered.launch.grid / p.batch as u32 * rows as u32;
+            let header = &mut rendered.source.config_header;
+            *header = header.replace("EVERY_ROW = 1", "EVERY_ROW = 0");
+        }
         let program = self.compiler.compile(&rendered, false, &self.cache)?;
         let mut image = Image::default();
         let mut job = Job::default();
@@ -196,6 +216,11 @@ impl Emulator {
         job.set("state", [state + 1]);
         job.set("out", [out + 1]);
         job.set("slots", [p.slots]);
+        // Contiguous, and buffers start on more than any vector.
+        let (vector, row) = (p.vector_bytes(), |d: Dtype| p.dstate * d.size_bytes());
+        let aligned = row(p.state_dtype).is_multiple_of(vector.state)
+            && row(p.dtype).is_multiple_of(vector.inputs);
+        job.set("aligned", [u8::from(aligned)]);
         job.axes(
             [p.batch, p.tokens, p.nheads, p.headdim, p.ngroups, p.dstate],
             inputs.d.as_ref(),

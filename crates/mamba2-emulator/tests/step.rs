@@ -9,6 +9,11 @@ use mamba2_spec::rules::{check_step_config, legal_step_configs};
 use mamba2_spec::{Arch, DeviceFacts, StepProblem};
 
 fn check(shape: &str, config: &StateUpdate) {
+    check_in_rounds(shape, config, None);
+}
+
+/// `rows`: those that the grid has blocks for, if fewer than there are.
+fn check_in_rounds(shape: &str, config: &StateUpdate, rows: Option<usize>) {
     let problem: StepProblem = shape.parse().unwrap();
     let device = DeviceFacts::assumed(Arch(90));
     check_step_config(config, &problem, &device).unwrap();
@@ -18,7 +23,7 @@ fn check(shape: &str, config: &StateUpdate) {
         concat!(env!("CARGO_TARGET_TMPDIR"), "/emulator"),
     );
     let (out, state) = emulator
-        .step(config, &problem, &inputs, &device)
+        .step_in_rounds(config, &problem, &inputs, &device, rows)
         .unwrap_or_else(|e| panic!("{problem}: {config}: {e}"));
     let want = step(&problem, &inputs.reference());
     let bounds = Bounds::of_step(&problem);
@@ -85,6 +90,14 @@ fn several_tokens_and_every_option() {
 #[test]
 fn skipped_rows_are_left_alone_with_one_token_too() {
     check("b=5,h=2,p=64,g=1,n=128,slots=9,z=1", &config(64, 16, 2));
+}
+
+#[test]
+fn a_grid_too_small_for_all_rows_takes_them_in_rounds() {
+    let shape = "b=5,h=3,p=48,g=3,n=64,slots=9,bias=1,softplus=1";
+    check_in_rounds(shape, &config(32, 8, 4), Some(2));
+    let unaligned = "b=5,h=2,p=20,g=1,n=17,t=2";
+    check_in_rounds(unaligned, &config(16, 8, 1), Some(1));
 }
 
 #[test]

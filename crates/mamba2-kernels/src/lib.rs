@@ -73,7 +73,7 @@ const ENTRIES: &[(&str, &str)] = templates![
     "state_update.cu",
 ];
 
-const TOOLS: &[(&str, &str)] = templates!["tool_copy.cu", "tool_compare.cu"];
+const TOOLS: &[(&str, &str)] = templates!["tool_copy.cu", "tool_compare.cu", "tool_nothing.cu"];
 
 /// The template of a kernel: file name and text.
 pub fn entry_file(kernel: Kernel) -> (&'static str, &'static str) {
@@ -149,15 +149,18 @@ pub enum Tool {
     Copy,
     /// Compares two runs' results in guarded memory with each other and with a standard.
     Compare(Dtype),
+    /// Does nothing, with that many bytes of parameters, a multiple of 8.
+    Nothing(u32),
 }
 
 impl Tool {
-    /// Every tool.
-    pub const ALL: [Tool; 4] = [
+    /// Every tool, each kind of parameter once.
+    pub const ALL: [Tool; 5] = [
         Tool::Copy,
         Tool::Compare(Dtype::Bf16),
         Tool::Compare(Dtype::F16),
         Tool::Compare(Dtype::F32),
+        Tool::Nothing(896),
     ];
     /// Threads of a block.
     pub const THREADS: u32 = 256;
@@ -167,10 +170,17 @@ impl Tool {
         let (entry, at) = match self {
             Tool::Copy => ("tool_copy", 0),
             Tool::Compare(_) => ("tool_compare", 1),
+            Tool::Nothing(_) => ("tool_nothing", 2),
         };
         let mut header = Header::new(entry, arch);
-        if let Tool::Compare(dtype) = self {
-            header.constant("X_DTYPE", dtype_code(Some(dtype)), DTYPES);
+        match self {
+            Tool::Copy => {}
+            Tool::Compare(dtype) => {
+                header.constant("X_DTYPE", dtype_code(Some(dtype)), DTYPES);
+            }
+            Tool::Nothing(bytes) => {
+                header.constant("PARAMETER_BYTES", bytes.into(), "of the kernel");
+            }
         }
         header.constant("THREADS", Tool::THREADS.into(), "threads per block");
         let (source_name, source) = TOOLS[at];
@@ -377,6 +387,7 @@ pub fn render_step(config: &StateUpdate, problem: &StepProblem, device: &DeviceF
         dt_limit: problem.dt_limit,
     }
     .write(&mut header);
+    header.constant("NHEADS", problem.nheads as i64, "heads");
     header.constant(
         "STATE_DTYPE",
         dtype_code(Some(problem.state_dtype)),
@@ -391,6 +402,11 @@ pub fn render_step(config: &StateUpdate, problem: &StepProblem, device: &DeviceF
         "ONE_TOKEN",
         (problem.tokens == 1).into(),
         "a call has one token a row",
+    );
+    header.constant(
+        "EVERY_ROW",
+        (u64::from(launch.grid) == launch.work_items).into(),
+        "the grid has blocks for every row",
     );
     header.parameters(&KernelConfig::StateUpdate(*config));
     header.launch(&launch);

@@ -338,11 +338,12 @@ pub fn kernel_launch(
     }
 }
 
-/// Launch of the decode step.
+/// Launch of the decode step: a block for each tile of each row, or, if a grid cannot have as many, for those of fewer rows.
 pub fn step_launch(c: &StateUpdate, problem: &StepProblem, _device: &DeviceFacts) -> KernelLaunch {
-    let items = (problem.batch * problem.nheads) as u64
-        * problem.headdim.div_ceil(c.block_head as usize) as u64;
-    launch(Kernel::StateUpdate, items, items, 32 * c.warps, 0)
+    let tiles = (problem.nheads * problem.headdim.div_ceil(c.block_head as usize)) as u64;
+    let rows = problem.batch as u64;
+    let blocks = tiles * rows.min(MAX_GRID_X / tiles.max(1));
+    launch(Kernel::StateUpdate, tiles * rows, blocks, 32 * c.warps, 0)
 }
 
 fn launch(

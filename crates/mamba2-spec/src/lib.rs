@@ -30,7 +30,7 @@ pub use device::{Arch, DeviceFacts};
 pub use dtype::Dtype;
 pub use error::SpecError;
 pub use problem::{Alignment, ChunkSize, DKind, DtLimit, Precision, Problem};
-pub use step::StepProblem;
+pub use step::{StepProblem, StepVectors};
 pub use strategy::{
     Kernel, KernelConfig, Sm90ClusterConfig, Sm90FusedConfig, Sm90SwapFusedConfig, StrategyConfig,
     ThreeKernelConfig,

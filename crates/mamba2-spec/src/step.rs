@@ -51,6 +51,15 @@ pub struct StepProblem {
     pub indices: bool,
 }
 
+/// Vectors of a decode step: 16 bytes of a row of the state, and as many elements of B and C. Unit: bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepVectors {
+    /// Of the state.
+    pub state: usize,
+    /// Of B and C, at most what one instruction loads.
+    pub inputs: usize,
+}
+
 impl StepProblem {
     /// Plain decode: bf16 inputs, f32 state, D per head, one token, no indices.
     pub fn new(
@@ -77,6 +86,16 @@ impl StepProblem {
             dt_softplus: false,
             dt_limit: DtLimit::NONE,
             indices: false,
+        }
+    }
+
+    /// What rows of the state and of B and C must start on multiples of for a kernel to load whole vectors of them.
+    pub fn vector_bytes(&self) -> StepVectors {
+        let state = 16;
+        let elems = state / self.state_dtype.size_bytes();
+        StepVectors {
+            state,
+            inputs: (elems * self.dtype.size_bytes()).min(16),
         }
     }
 

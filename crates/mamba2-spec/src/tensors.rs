@@ -90,6 +90,18 @@ pub trait HasMeta {
     fn meta(&self) -> &TensorMeta;
     /// Address of the first element (host or device), 0 if unknown.
     fn base_address(&self) -> u64;
+
+    /// True if every row along the innermost axis starts at a multiple of `bytes`.
+    fn rows_start_on(&self, bytes: usize) -> bool {
+        let meta = self.meta();
+        let elem = meta.dtype.map_or(4, Dtype::size_bytes);
+        let outer = meta.shape().len().saturating_sub(1);
+        self.base_address().is_multiple_of(bytes as u64)
+            && meta.shape()[..outer]
+                .iter()
+                .zip(meta.strides())
+                .all(|(n, s)| *n <= 1 || (s * elem).is_multiple_of(bytes))
+    }
 }
 
 impl HasMeta for TensorMeta {
@@ -339,14 +351,7 @@ fn views_allow_16_byte_copies<I: HasMeta, O: HasMeta>(
 }
 
 fn is_16_byte_aligned<T: HasMeta>(tensor: &T) -> bool {
-    let meta = tensor.meta();
-    let bytes = meta.dtype.map_or(4, Dtype::size_bytes);
-    let outer = meta.shape().len().saturating_sub(1);
-    tensor.base_address().is_multiple_of(16)
-        && meta.shape()[..outer]
-            .iter()
-            .zip(meta.strides())
-            .all(|(n, s)| *n <= 1 || (s * bytes).is_multiple_of(16))
+    tensor.rows_start_on(16)
 }
 
 impl<T> ForwardInputs<T> {

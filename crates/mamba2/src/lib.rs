@@ -56,8 +56,8 @@ pub use plan::{Plan, StepPlan};
 
 pub use mamba2_cpu::{CpuError, HostData, HostDataMut, HostTensor, HostTensorMut};
 pub use mamba2_cuda::{
-    Availability, CubinCache, CudaError, Device, DeviceBuffer, DeviceTensor, Event, Graph, Jit,
-    JitCounts, KernelReport, LoadedForward, LoadedStep, Samples, Stream, Timer, TimerPolicy,
+    Availability, CubinCache, CudaError, Current, Device, DeviceBuffer, DeviceTensor, Event, Graph,
+    Jit, JitCounts, KernelReport, LoadedForward, LoadedStep, Samples, Stream, Timer, TimerPolicy,
     availability, span_bytes,
 };
 pub use mamba2_spec::{

@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use mamba2::{
     CudaError, Device, DeviceBuffer, DeviceTensor, Engine, Error, ForwardInputs, ForwardOutputs,
-    Plan, Samples, StepInputs, StepOutputs, StepPlan, Stream, Timer, TimerPolicy,
+    Graph, Plan, Samples, StepInputs, StepOutputs, StepPlan, Stream, Timer, TimerPolicy,
 };
-use mamba2_cuda::{Call, Copier, Origin};
+use mamba2_cuda::{Call, Copier, Nothing, Origin};
 use mamba2_reference::{Pattern, generate, generate_step};
 use mamba2_tuner::Target;
 use mamba2_tuner::gpu::{Placement, place};
@@ -21,6 +21,8 @@ const CPU_BUDGET: Duration = Duration::from_secs(5);
 /// Bytes of the copy that gives the speed of memory: many times the cache, and half a millisecond, beside which the cost of
 /// its launch is nothing.
 const COPY_BYTES: usize = 1 << 30;
+/// Parameters of the empty kernel, about as many as a decode step has.
+pub const NOTHING_BYTES: usize = 296;
 const SEED: u64 = 1;
 
 /// A plan of either kind of call.
@@ -87,6 +89,11 @@ impl Ready {
         }
     }
 
+    /// The call as a graph, as whoever makes it again and again with the same tensors would have it.
+    pub fn capture(&self, stream: &Stream) -> Result<Graph, CudaError> {
+        stream.capture(|stream| self.enqueue(stream).map_err(of_cuda))
+    }
+
     /// Config and tier.
     pub fn choice(&self) -> Value {
         match self {
@@ -95,11 +102,13 @@ impl Ready {
         }
     }
 
-    /// Kernels of one call.
-    pub fn launches(&self) -> usize {
+    /// Bytes of parameters of each launch of a call.
+    pub fn parameter_bytes(&self) -> Vec<usize> {
         match self {
-            Ready::Forward(plan, ..) => plan.loaded().map_or(0, |l| l.plan().launches.len()),
-            Ready::Step(..) => 1,
+            Ready::Forward(plan, ..) => plan
+                .loaded()
+                .map_or_else(Vec::new, |l| l.parameter_bytes().collect()),
+            Ready::Step(plan, ..) => plan.loaded().iter().map(|l| l.parameter_bytes()).collect(),
         }
     }
 
@@ -119,6 +128,8 @@ pub struct Measured {
     pub rows: Vec<(Samples, Value)>,
     /// Speed of a plain copy, timed in turns with them; `None` on the CPU.
     pub copy_bytes_per_s: Option<f64>,
+    /// Time of an empty kernel, likewise: what a launch takes whatever it does.
+    pub nothing_us: Option<f64>,
 }
 
 /// Times calls on the backend of an engine.
@@ -132,6 +143,7 @@ struct Gpu<'a> {
     device: &'a Device,
     timer: Timer,
     copier: Copier,
+    nothing: Nothing,
     from: DeviceBuffer,
     to: DeviceBuffer,
 }
@@ -146,6 +158,7 @@ impl<'a> Bench<'a> {
                 timer: Timer::new(device)?,
                 // By a kernel: the driver's own copy reached 2755 GB/s on an H200 where a kernel reaches 4250.
                 copier: Copier::load(device, jit)?,
+                nothing: Nothing::load(device, jit, NOTHING_BYTES)?,
                 // What is in it does not matter to a copy.
                 from: device.alloc(COPY_BYTES)?,
                 to: device.alloc(COPY_BYTES)?,
@@ -166,6 +179,7 @@ impl<'a> Bench<'a> {
             return Ok(Measured {
                 rows: rows.collect::<Result<_, _>>()?,
                 copy_bytes_per_s: None,
+                nothing_us: None,
             });
         };
         let ready: Vec<Ready> = targets
@@ -181,6 +195,7 @@ impl<'a> Bench<'a> {
         calls.push(Box::new(|stream, _| {
             gpu.copier.copy(stream, &gpu.to, &gpu.from)
         }));
+        calls.push(Box::new(|stream, _| gpu.nothing.launch(stream)));
         let mut borrowed: Vec<&mut Call<'_>> = calls
             .iter_mut()
             .map(|c| &mut **c as &mut Call<'_>)
@@ -190,6 +205,7 @@ impl<'a> Bench<'a> {
             ..TimerPolicy::default()
         };
         let mut all = gpu.timer.compare(policy, &mut borrowed)?;
+        let nothing_us = all.pop().map(|n| n.median_us());
         let copy = all.pop().map(|c| c.median_us());
         Ok(Measured {
             rows: all
@@ -197,6 +213,7 @@ impl<'a> Bench<'a> {
                 .zip(ready.iter().map(Ready::choice))
                 .collect(),
             copy_bytes_per_s: copy.map(|us| 2.0 * COPY_BYTES as f64 / (us * 1e-6)),
+            nothing_us,
         })
     }
 }

@@ -47,6 +47,8 @@ struct Row {
     choice: Value,
     /// Speed of a plain copy by a kernel that was timed in turns with this row, bytes read plus bytes written.
     copy_bytes_per_s: Option<f64>,
+    /// Time of an empty kernel in the same turns.
+    nothing_us: Option<f64>,
     /// The plain row: median in microseconds, and bytes.
     plain: Option<(f64, f64)>,
 }
@@ -76,6 +78,7 @@ pub fn run(args: &BenchArgs) -> Result<(), CliError> {
                 samples,
                 choice,
                 copy_bytes_per_s: measured.copy_bytes_per_s,
+                nothing_us: measured.nothing_us,
                 plain: None,
             });
         }
@@ -272,18 +275,26 @@ fn table(engine: &Engine, rows: &[Row]) -> String {
     if options {
         text += "x plain: time over that of the plain row plus the option's own traffic at the speed of a copy\n";
     }
-    let copies: Vec<f64> = rows.iter().filter_map(|r| r.copy_bytes_per_s).collect();
-    if !copies.is_empty() {
-        let (low, high) = copies
-            .iter()
-            .fold((f64::MAX, 0f64), |(l, h), c| (l.min(*c), h.max(*c)));
+    if let Some((low, high)) = range(rows, |r| r.copy_bytes_per_s) {
         text += &format!(
             "copy: {:.0} to {:.0} GB/s, read plus written, timed in turns with each row\n",
             low * 1e-9,
             high * 1e-9
         );
     }
+    if let Some((low, high)) = range(rows, |r| r.nothing_us) {
+        text += &format!("empty kernel: {low:.1} to {high:.1} us, timed in turns with each row\n");
+    }
     text
+}
+
+/// Least and greatest of what rows have.
+fn range(rows: &[Row], of: impl Fn(&Row) -> Option<f64>) -> Option<(f64, f64)> {
+    let values = rows.iter().filter_map(of);
+    values.fold(None, |range, v| {
+        let (low, high) = range.unwrap_or((v, v));
+        Some((low.min(v), high.max(v)))
+    })
 }
 
 fn to_json(engine: &Engine, rows: &[Row]) -> Value {
@@ -299,6 +310,7 @@ fn to_json(engine: &Engine, rows: &[Row]) -> Value {
             "gb_s": row.bytes_per_s() * 1e-9,
             "copy_gb_s": row.copy_bytes_per_s.map(|c| c * 1e-9),
             "of_copy": row.of_copy(),
+            "empty_kernel_us": row.nothing_us,
             "tflop_s": row.flops_per_s().map(|f| f * 1e-12),
             "plain_us": row.plain.map(|(us, _)| us),
             "over_plain": row.over_plain(),
@@ -336,6 +348,7 @@ mod tests {
             samples: Samples { us: vec![us; 3] },
             choice: Value::Null,
             copy_bytes_per_s: Some(4e12),
+            nothing_us: Some(2.0),
             plain: None,
         }
     }
