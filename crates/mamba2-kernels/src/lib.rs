@@ -43,6 +43,7 @@ pub const HEADERS: &[(&str, &str)] = templates![
     "common/sm90_chunk.cuh",
     "common/sm90_forward.cuh",
     "common/sm90_pipeline.cuh",
+    "common/sm90_split_pipeline.cuh",
     "common/sm90_swap_pipeline.cuh",
     "common/softplus.cuh",
     "common/tiles.cuh",
@@ -67,6 +68,8 @@ const ENTRIES: &[(&str, &str)] = templates![
     "sm90_fused_forward.cu",
     "sm90_swap_segment_state.cu",
     "sm90_swap_fused_forward.cu",
+    "sm90_split_segment_state.cu",
+    "sm90_split_fused_forward.cu",
     "sm90_cluster_forward.cu",
     "state_update.cu",
 ];

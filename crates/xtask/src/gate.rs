@@ -224,7 +224,9 @@ fn case_against_rule(id: &str) -> Option<Case> {
                 | KernelConfig::SegmentScan(_)
                 | KernelConfig::Sm90FusedForward(_)
                 | KernelConfig::Sm90SwapSegmentState(_)
-                | KernelConfig::Sm90SwapFusedForward(_) => {}
+                | KernelConfig::Sm90SwapFusedForward(_)
+                | KernelConfig::Sm90SplitSegmentState(_)
+                | KernelConfig::Sm90SplitFusedForward(_) => {}
                 KernelConfig::Sm90ClusterForward(c) => c.cluster = 3,
                 KernelConfig::StateUpdate(c) => c.row_threads = 6,
             }
