@@ -65,6 +65,7 @@ rules! {
     W04 false "one stage only where two do not fit shared memory: it cannot copy ahead";
     V01 true "at most two slices of dstate, and more than one slice or unit: else sm90_fused is the same";
     V02 false "at most a third of the units a block computes are padding of its group";
+    V03 false "the gate in f16 on all tokens of two units with 256 of dstate needs more registers than there are: ptxas spills them";
     U01 true "WARPS * 32 threads hold whole rows: ROW_THREADS divides a warp";
     U02 true "BLOCK_HEAD is a multiple of the rows one pass of the block covers";
     U03 false "a block is not taller than the padded headdim";
@@ -589,6 +590,13 @@ fn check_sm90_split(
         "V02",
         block == 1 || 2 * units.next_multiple_of(block) <= 3 * units,
         || format!("{block} units a block, {units} a group"),
+    )?;
+    let crowded = whole && block == 2 && (129..=256).contains(&problem.dstate);
+    require(
+        config,
+        "V03",
+        !(crowded && problem.z && problem.dtype == Dtype::F16),
+        || format!("dstate {}, dtype {}", problem.dstate, problem.dtype),
     )
 }
 
