@@ -106,24 +106,24 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
 
 // ---- a consumer ----
 
-// Y^T [64 headdim x 64 tokens] = H C^T, H the state rounded to X_DTYPE: its registers are operand A already. Two k-steps at a time, rounded
-// under the products of the two before. Scales the state by the chunk's decay when all of it is rounded.
+// Y^T [64 headdim x 64 tokens] = H C^T, H the state rounded to X_DTYPE: its registers are operand A already. Large states go two k-steps at a
+// time; ptxas rounds under the products of the two before, and to say so here (wgmma_wait_group<1>) makes it add waits. Scales the state by the
+// chunk's decay when all of it is rounded.
 __device__ __forceinline__ void multiply_state(float (&y)[32], float (&state)[PIECES][PIECE_REGISTERS], const unsigned char* c_boxes, const Vectors& v) {
-  constexpr int STEPS = SLICE_BOXES * 4, PIECE_STEPS = STEPS / PIECES, PART = 2, PARTS = STEPS / PART;
+  constexpr int STEPS = SLICE_BOXES * 4, PIECE_STEPS = STEPS / PIECES, PART = TIGHT ? 2 : STEPS;
   const WgmmaDescriptor<128> c(smem_address(c_boxes), 0);
-  FragmentA<X> h[2][PART];
 #pragma unroll
-  for (int part = 0; part < PARTS; ++part) {
-    auto& a = h[0];
-    if (part >= 1) wgmma_wait_group<0>();  // the products of these registers
+  for (int part = 0; part < STEPS; part += PART) {
+    FragmentA<X> h[PART];
+    if (part > 0) wgmma_wait_group<0>();
 #pragma unroll
     for (int k = 0; k < PART; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int step = part * PART + k, at = step % PIECE_STEPS * 8 + 2 * i;
-        a[k].pair[i] = pack<X>(state[step / PIECE_STEPS][at], state[step / PIECE_STEPS][at + 1]);
+        const float* from = state[(part + k) / PIECE_STEPS] + (part + k) % PIECE_STEPS * 8 + 2 * i;
+        h[k].pair[i] = pack<X>(from[0], from[1]);
       }
-    if (part == PARTS - 1) {
+    if (part + PART == STEPS) {
       const float decay = v.rise()[CHUNK - 1];
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
@@ -132,10 +132,7 @@ __device__ __forceinline__ void multiply_state(float (&y)[32], float (&state)[PI
     }
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < PART; ++k) {
-      const int step = part * PART + k;
-      multiply_registers<0>(y, a[k], c.at(step / 4 * BOX_BYTES + step % 4 * 32), step > 0);
-    }
+    for (int k = 0; k < PART; ++k) multiply_registers<0>(y, h[k], c.at((part + k) / 4 * BOX_BYTES + (part + k) % 4 * 32), part + k > 0);
     wgmma_commit_group();
   }
   wgmma_wait_group<0>();
@@ -356,10 +353,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(SLICES
       start_state_update(state, weighted_x, stage + B_OFFSET);
       wgmma_commit_group();
       if constexpr (SLICES > 1) add_received(own, place, received, chunk / 2 % 2);
-      if constexpr (HAS_Z) {
-        cp_async_wait_group<0>();
-        bar_sync(consumer + 1, 128);  // all of z is there
-      }
+      if constexpr (HAS_Z) cp_async_wait_group<0>();
+      bar_sync(consumer + 1, 128);  // every warp is done with x^T S^T: the x box is the output's; and all of z is there
       store_output(args, s, consumer, chunk, own, x_box + slice_of(s) * OWN_BYTES, z);
       fence_proxy_async();  // the next copy into the x box comes through another proxy than its last reads and writes
       wgmma_wait_group<0>();  // the state update

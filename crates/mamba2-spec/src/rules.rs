@@ -528,7 +528,7 @@ fn check_sm90_swap(
         (true, true) => block_head / 2 + 72 + 2 * boxes,
         (true, false) => block_head / 2 + if tight { 104 } else { 100 },
     };
-    let producer = match (problem.packed.is_some(), tight) {
+    let producer = match (problem.packed.is_some(), tight && with_c) {
         (true, _) => 88,
         (false, true) => 40,
         (false, false) => 56,
