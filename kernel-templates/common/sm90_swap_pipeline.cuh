@@ -52,7 +52,7 @@ static_assert(SEGMENT_OFFSET + 64 == SMEM_BYTES && sizeof(Segment) <= 64, "launc
 
 // Registers after reallocation; rules.rs computes the same. Two blocks share a multiprocessor where that leaves a lone consumer enough.
 constexpr bool TIGHT = STATE_REGISTERS >= 96;  // the state leaves few registers
-constexpr int PRODUCER_REGISTERS = USE_TMA ? (TIGHT && WITH_C ? 40 : 56) : 88;
+constexpr int PRODUCER_REGISTERS = !USE_TMA ? 88 : !WITH_C ? 64 : TIGHT ? 40 : 56;
 constexpr int WANTED_REGISTERS = STATE_REGISTERS + (WITH_C ? TILE_REGISTERS + (SHARE ? 72 + 2 * DSTATE_BOXES : TIGHT ? 104 : 100) : 64);
 constexpr int consumer_registers(int blocks) {
   const int launch = 65536 / (blocks * THREADS) > 248 ? 248 : 65536 / (blocks * THREADS) / 8 * 8;

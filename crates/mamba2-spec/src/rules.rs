@@ -528,10 +528,11 @@ fn check_sm90_swap(
         (true, true) => block_head / 2 + 72 + 2 * boxes,
         (true, false) => block_head / 2 + if tight { 104 } else { 100 },
     };
-    let producer = match (problem.packed.is_some(), tight && with_c) {
-        (true, _) => 88,
-        (false, true) => 40,
-        (false, false) => 56,
+    let producer = match (problem.packed.is_some(), with_c, tight) {
+        (true, _, _) => 88,
+        (false, false, _) => 64,
+        (false, true, true) => 40,
+        (false, true, false) => 56,
     };
     let consumer = |blocks: u32| {
         let threads = 128 * (warpgroups + 1);
