@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
     float state[HEADS][STATE_REGISTERS];
-    if (s.index > 0) griddepcontrol_wait();  // the states of the segments before; all else is there already
+    wait_for_states(s);
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) load_start_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
 
@@ -85,6 +85,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
 #pragma unroll
       for (int h = 0; h < HEADS; ++h) store_final_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
     }
-    if (s.index == 0) griddepcontrol_wait();  // whatever comes after this kernel comes after those before it
+    wait_at_the_end(s);
   }
 }

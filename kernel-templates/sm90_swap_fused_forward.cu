@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_f
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    produce(args, maps, s, smem, barriers);
+    produce<false>(args, maps, s, smem, barriers);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
@@ -192,6 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_f
     unsigned char* weighted_x = smem + OWN_OFFSET + consumer * OWN_BYTES;
     const unsigned weighted = smem_address(weighted_x), h_tiles = weighted + TILE_BYTES;
     float state[DSTATE_BOXES][TILE_REGISTERS];
+    wait_for_states(s);
     load_start_state(args, s, unit, state);
 
     RingPosition<X_STAGES> x_at;
@@ -273,12 +274,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_f
       bar_sync(SHARE ? BLOCK_BARRIER : barrier, SHARE ? 128 * WARPGROUPS : 128);
       store_output(args, s, unit, chunk, y, x);
       fence_proxy_async();  // the next copy into the tile comes through another proxy
-      mbarrier_arrive(barriers.x_empty(x_at.stage));
+      arrive_warp(barriers.x_empty(x_at.stage));
       wgmma_wait_group<0>();  // the state update
 #pragma unroll
-      for (int k = 0; k < DSTATE_BOXES; ++k) mbarrier_arrive(barriers.box_empty(at.stage, k));
+      for (int k = 0; k < DSTATE_BOXES; ++k) arrive_warp(barriers.box_empty(at.stage, k));
       bar_sync(barrier, 128);  // every warp's: w x may be overwritten
     }
     if (s.last) store_final_state(args, s, unit, state);
+    wait_at_the_end(s);
   }
 }

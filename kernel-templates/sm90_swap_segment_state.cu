@@ -1,6 +1,7 @@
 // sm90_swap_segment_state, as sm90_segment_state with the state transposed, for any headdim, and dstate up to 512:
 //   local[s, h, p, n] = sum_l exp2(G_end - G_l) dt_l x[l, h, p] B[l, n]    the segment's state from a zero start, float32
 //   total[s, h]       = G_end                                              its whole decay, log2 units
+// Chunks are taken from the last to the first, so that the sum is never scaled.
 //
 // Grid   one block per (sequence, segment, WARPGROUPS units of a group), not for the last segment of a sequence
 // Block  a producer warpgroup and WARPGROUPS consumers of one unit each; see common/sm90_swap_pipeline.cuh
@@ -14,6 +15,7 @@ constexpr bool WITH_C = false;
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_segment_state(const __grid_constant__ ForwardArgs args,
     const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
+  griddepcontrol_launch_dependents();
   const Barriers barriers{smem_address(smem) + BARRIERS_OFFSET};
   const Segment located = locate_segment<BLOCKS_PER_GROUP>(args, blockIdx.x);
   if (located.tokens < 0 || located.last) return;
@@ -24,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_s
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    produce(args, maps, s, smem, barriers);
+    produce<true>(args, maps, s, smem, barriers);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
@@ -43,13 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_s
       unsigned char* x = x_tile(smem, x_at.stage, consumer);
       const unsigned boxes = boxes_at(smem_address(smem), at.stage);
       weigh_x(x, x, vectors + 2 * CHUNK);
-      const float g_last = vectors[CHUNK - 1];
-      total += g_last;
-      const float decay = ex2_approx(fminf(g_last, 0.f));
-#pragma unroll
-      for (int k = 0; k < DSTATE_BOXES; ++k)
-#pragma unroll
-        for (int i = 0; i < TILE_REGISTERS; ++i) state[k][i] *= decay;
+      total += vectors[CHUNK - 1];
       fence_proxy_async();
       bar_sync(consumer + 1, 128);  // all of w x is there
 #pragma unroll
@@ -59,10 +55,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_s
 #pragma unroll
       for (int k = 0; k < DSTATE_BOXES; ++k) start_state_update(state[k], boxes + k * PAIR_BYTES + B_OFFSET, smem_address(x));
       wgmma_commit_group();
-      wgmma_wait_group<0>();
+      wgmma_wait_group<0>();  // at once: copies take longer than products
 #pragma unroll
-      for (int k = 0; k < DSTATE_BOXES; ++k) mbarrier_arrive(barriers.box_empty(at.stage, k));
-      mbarrier_arrive(barriers.x_empty(x_at.stage));
+      for (int k = 0; k < DSTATE_BOXES; ++k) arrive_warp(barriers.box_empty(at.stage, k));
+      arrive_warp(barriers.x_empty(x_at.stage));
     }
     const Unit unit = locate_unit(s, consumer);
     if (!unit.valid) return;

@@ -107,6 +107,15 @@ __device__ __forceinline__ float* segment_state(const ForwardArgs& args, int64 s
   return static_cast<float*>(args.states) + (slot * args.nheads + head) * (HEADDIM * STATES_ROW);
 }
 
+// Whoever starts from a state that earlier kernels made waits for them; all else is there before. The others wait at their end: what comes
+// after this kernel comes after those before it as well.
+__device__ __forceinline__ void wait_for_states(const Segment& s) {
+  if (s.index > 0) griddepcontrol_wait();
+}
+__device__ __forceinline__ void wait_at_the_end(const Segment& s) {
+  if (s.index == 0) griddepcontrol_wait();
+}
+
 // ---- boxes ----
 
 // Byte offset of 16-byte unit `unit` of row `row` in a box of 128-byte rows, and of 64-byte rows.

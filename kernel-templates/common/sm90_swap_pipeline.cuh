@@ -52,7 +52,7 @@ static_assert(SEGMENT_OFFSET + 64 == SMEM_BYTES && sizeof(Segment) <= 64, "launc
 
 // Registers after reallocation; rules.rs computes the same. Two blocks share a multiprocessor where that leaves a lone consumer enough.
 constexpr bool TIGHT = STATE_REGISTERS >= 96;  // the state leaves few registers
-constexpr int PRODUCER_REGISTERS = USE_TMA ? (TIGHT ? 40 : 56) : 88;
+constexpr int PRODUCER_REGISTERS = !USE_TMA ? 88 : !WITH_C ? 64 : TIGHT ? 40 : 56;
 constexpr int WANTED_REGISTERS = STATE_REGISTERS + (WITH_C ? TILE_REGISTERS + (SHARE ? 72 + 2 * DSTATE_BOXES : TIGHT ? 104 : 100) : 64);
 constexpr int consumer_registers(int blocks) {
   const int launch = 65536 / (blocks * THREADS) > 248 ? 248 : 65536 / (blocks * THREADS) / 8 * 8;
@@ -87,11 +87,11 @@ struct Barriers {
     if (threadIdx.x == 0) {
       for (int i = 0; i < STAGES * DSTATE_BOXES; ++i) {
         mbarrier_init(box_full(0, i), USE_TMA ? 1 : PRODUCER_THREADS);
-        mbarrier_init(box_empty(0, i), 128 * WARPGROUPS);
+        mbarrier_init(box_empty(0, i), 4 * WARPGROUPS);  // an arrival a warp
       }
       for (int s = 0; s < X_STAGES; ++s) {
-        mbarrier_init(x_full(s), (USE_TMA ? 1 : PRODUCER_THREADS) + PRODUCER_THREADS);  // the copies, and each thread's vectors
-        mbarrier_init(x_empty(s), 128 * WARPGROUPS);
+        mbarrier_init(x_full(s), (USE_TMA ? 1 : PRODUCER_THREADS) + PRODUCER_THREADS / 32);  // the copies, and each warp's vectors
+        mbarrier_init(x_empty(s), 4 * WARPGROUPS);
       }
       fence_mbarrier_init();
     }
@@ -170,36 +170,40 @@ __device__ __forceinline__ void copy_boxes_async(const ForwardArgs& args, const 
   }
 }
 
-// Warpgroup 0: fills both rings for every chunk of the segment. Warp w makes the vectors of unit w (one for all with SHARE); the last warp, which has none,
+// Warpgroup 0: fills both rings for every chunk of the segment, the last first if BACKWARD; then w decays to the segment's end. Warp w makes the vectors of unit w (one for all with SHARE); the last warp, which has none,
 // feeds the tensor memory accelerator.
+template <bool BACKWARD>
 __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* smem, const Barriers& barriers) {
   static_assert(WARPGROUPS < 4, "the last producer warp has no vectors to make");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   constexpr int DT_AHEAD = USE_TMA ? 4 : 2;
+  constexpr int STEP = BACKWARD ? -CHUNK : CHUNK;
+  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
   const Unit unit = locate_unit(s, warp);
   const float a = unit.valid ? args.A[unit.head] * LOG2_E : 0.f;
   const float bias = HAS_DT_BIAS && unit.valid ? args.dt_bias[unit.head] : 0.f;
   const Element<DT_DTYPE>* dt_next = static_cast<const Element<DT_DTYPE>*>(args.dt) + s.row * args.dt_strides.batch +
-                                     (s.first + 2 * lane) * args.dt_strides.token + unit.head * args.dt_strides.head;
-  int dt_tokens_left = unit.valid ? s.tokens - 2 * lane : 0;
+                                     (s.first + (BACKWARD ? (chunks - 1) * CHUNK : 0) + 2 * lane) * args.dt_strides.token +
+                                     unit.head * args.dt_strides.head;
+  int dt_token = (BACKWARD ? (chunks - 1) * CHUNK : 0) + 2 * lane;
+  float after = 0.f;
   RawDt raw[DT_AHEAD][2];
   const auto load_dt = [&](RawDt (&to)[2]) {  // of the chunk after the last call's
 #pragma unroll
-    for (int e = 0; e < 2; ++e) to[e] = e < dt_tokens_left ? dt_next[e * args.dt_strides.token] : RawDt{};
-    dt_next += CHUNK * args.dt_strides.token;
-    dt_tokens_left -= CHUNK;
+    for (int e = 0; e < 2; ++e) to[e] = unit.valid && dt_token >= 0 && e < s.tokens - dt_token ? dt_next[e * args.dt_strides.token] : RawDt{};
+    dt_next += STEP * args.dt_strides.token;
+    dt_token += STEP;
   };
 #pragma unroll
   for (int i = 0; i < DT_AHEAD; ++i) load_dt(raw[i]);
 
   RingPosition<X_STAGES> x_at;
   RingPosition<STAGES> at;
-  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
   for (int chunk0 = 0; chunk0 < chunks; chunk0 += DT_AHEAD) {
 #pragma unroll
     for (int ahead = 0; ahead < DT_AHEAD; ++ahead) {
-      const int chunk = chunk0 + ahead;
-      if (chunk >= chunks) break;
+      if (chunk0 + ahead >= chunks) break;
+      const int chunk = BACKWARD ? chunks - 1 - chunk0 - ahead : chunk0 + ahead;
       wait_barrier(barriers.x_empty(x_at.stage), x_at.parity ^ 1);
       const bool copies = threadIdx.x == PRODUCER_THREADS - 32;
       if constexpr (USE_TMA) {
@@ -207,10 +211,12 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
       } else {
         copy_x_async(args, s, chunk, smem, barriers, x_at.stage);
       }
-      if (warp < VECTOR_SETS)
-        make_vectors(args, raw[ahead], a, bias, unit.valid ? s.tokens - chunk * CHUNK - 2 * lane : 0, 0.f,
-                     reinterpret_cast<float2*>(vectors_at(smem, x_at.stage, warp)) + lane);
-      mbarrier_arrive(barriers.x_full(x_at.stage));  // before waiting for boxes: consumers prepare x and H meanwhile
+      if (warp < VECTOR_SETS) {
+        const float whole = make_vectors(args, raw[ahead], a, bias, unit.valid ? s.tokens - chunk * CHUNK - 2 * lane : 0, after,
+                                         reinterpret_cast<float2*>(vectors_at(smem, x_at.stage, warp)) + lane);
+        if constexpr (BACKWARD) after += whole;
+      }
+      arrive_warp(barriers.x_full(x_at.stage));  // before waiting for boxes: consumers prepare x and H meanwhile
       if constexpr (USE_TMA) {
         if (copies) copy_boxes_tma(maps, s, chunk, smem, barriers, at);
       } else {
@@ -258,7 +264,7 @@ __device__ __forceinline__ void weigh_x(unsigned char* to, const unsigned char* 
   }
 }
 
-// Starts H^T (+)= B^T (w x) for one box of dstate, H already scaled by exp2(G_last). The caller commits and waits.
+// Starts H^T (+)= B^T (w x) for one box of dstate. The caller commits and waits.
 __device__ __forceinline__ void start_state_update(float (&state)[TILE_REGISTERS], unsigned b_box, unsigned weighted_x) {
   const WgmmaDescriptor<128> b(b_box, 0);
   const WgmmaDescriptor<64> x(weighted_x, SUBTILE_BYTES);

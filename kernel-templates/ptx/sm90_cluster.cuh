@@ -33,6 +33,13 @@ __device__ __forceinline__ void store_cluster_v4(unsigned address, float4 v) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
+// Stores without waiting, and counts its 16 bytes at a barrier of the same block as `address`: who waits there sees them.
+__device__ __forceinline__ void store_async_v4(unsigned address, float4 v, unsigned barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w), "r"(barrier)
+               : "memory");
+}
+
 // Arrives at a barrier of any block of the cluster; what this thread did and saw before is seen by who waits there.
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");

@@ -148,6 +148,7 @@ impl Emulator {
             }
             let cluster = match config {
                 KernelConfig::Sm90ClusterForward(c) => c.cluster,
+                KernelConfig::Sm90SplitFusedForward(_) => launch::dstate_slices(problem) as u32,
                 _ => 1,
             };
             job.launch(launch.grid, launch.work_items);

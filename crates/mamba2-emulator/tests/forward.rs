@@ -81,7 +81,7 @@ fn packed_sequences_with_nan_behind_the_last() {
 fn headdim_80_takes_two_heads_a_block_and_any_option() {
     every_strategy(
         "b=1,l=200,h=4,p=80,g=2,n=128,z=1",
-        &["three_kernel", "sm90_swap_fused"],
+        &["three_kernel", "sm90_swap_fused", "sm90_split_fused"],
         Timing::Late,
     );
 }
@@ -90,7 +90,7 @@ fn headdim_80_takes_two_heads_a_block_and_any_option() {
 fn headdim_128_shares_s_between_its_two_tiles() {
     every_strategy(
         "b=1,l=200,h=2,p=128,g=1,n=128,init=none",
-        &["three_kernel", "sm90_swap_fused"],
+        &["three_kernel", "sm90_swap_fused", "sm90_split_fused"],
         Timing::Late,
     );
 }
@@ -104,7 +104,7 @@ fn dstate_256_and_512() {
     );
     every_strategy(
         "b=1,l=200,h=1,p=64,g=1,n=512",
-        &["three_kernel", "sm90_swap_fused"],
+        &["three_kernel", "sm90_swap_fused", "sm90_split_fused"],
         Timing::Late,
     );
 }

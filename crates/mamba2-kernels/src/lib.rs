@@ -43,6 +43,7 @@ pub const HEADERS: &[(&str, &str)] = templates![
     "common/sm90_chunk.cuh",
     "common/sm90_forward.cuh",
     "common/sm90_pipeline.cuh",
+    "common/sm90_split_pipeline.cuh",
     "common/sm90_swap_pipeline.cuh",
     "common/softplus.cuh",
     "common/tiles.cuh",
@@ -69,6 +70,8 @@ const ENTRIES: &[(&str, &str)] = templates![
     "sm90_fused_forward.cu",
     "sm90_swap_segment_state.cu",
     "sm90_swap_fused_forward.cu",
+    "sm90_split_segment_state.cu",
+    "sm90_split_fused_forward.cu",
     "sm90_cluster_forward.cu",
     "state_update.cu",
 ];
@@ -424,5 +427,36 @@ fn rendered(kernel: Kernel, header: Header, launch: KernelLaunch) -> Rendered {
             config_header: header.text,
         },
         launch,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mamba2_spec::{Arch, DeviceFacts, Problem};
+
+    use super::entry_file;
+
+    /// Launches overlap: one that reads what another writes has to wait for it.
+    #[test]
+    fn every_kernel_that_follows_another_waits_for_it() {
+        let device = DeviceFacts::assumed(Arch(90));
+        let mut seen = 0;
+        for shape in [
+            "b=2,l=4096,h=8,p=64,g=1,n=128",
+            "b=2,l=4096,h=8,p=128,g=1,n=512",
+        ] {
+            let problem: Problem = shape.parse().expect("a shape");
+            for strategy in mamba2_spec::rules::agreement_defaults(&problem, &device) {
+                for kernel in strategy.kernels().iter().skip(1) {
+                    let (file, text) = entry_file(kernel.kernel());
+                    assert!(
+                        text.contains("griddepcontrol_wait") || text.contains("wait_for_states"),
+                        "{file} does not wait for the kernel before it"
+                    );
+                    seen += 1;
+                }
+            }
+        }
+        assert!(seen > 0);
     }
 }

@@ -283,6 +283,63 @@ impl Sm90SwapLaunch {
     }
 }
 
+/// Parameters and shape of a kernel of the fused forward in slices; kernel-templates/sm90_split_fused_forward.cu and
+/// common/sm90_split_pipeline.cuh carve the same shared memory.
+struct Sm90SplitLaunch {
+    kernel: Kernel,
+    segment: u32,
+    warpgroups: u32,
+    stages: u32,
+}
+
+/// Blocks that share the dstate of a unit, 256 elements each: a cluster of the fused forward in slices.
+pub fn dstate_slices(problem: &Problem) -> usize {
+    problem.dstate.div_ceil(256)
+}
+
+impl Sm90SplitLaunch {
+    fn launch(&self, problem: &Problem) -> KernelLaunch {
+        let with_c = self.kernel == Kernel::Sm90SplitFusedForward;
+        let (warpgroups, stages) = (self.warpgroups as usize, self.stages as usize);
+        let slices = dstate_slices(problem);
+        let boxes = problem.dstate.div_ceil(64).next_power_of_two().min(4);
+        let p_tiles = problem.headdim.div_ceil(64);
+        let sets = if p_tiles.is_multiple_of(2) {
+            1
+        } else {
+            warpgroups
+        };
+        let tiles = (boxes * if with_c { 2 } else { 1 } + warpgroups) * SM90_BOX_BYTES;
+        let vectors = (sets * SM90_VECTORS_BYTES).next_multiple_of(1024);
+        let z = if problem.z {
+            warpgroups * SM90_BOX_BYTES / slices
+        } else {
+            0
+        };
+        // Float32, in two places, for half of the tokens.
+        let exchange = if slices > 1 {
+            2 * warpgroups * SM90_BOX_BYTES
+        } else {
+            0
+        };
+        let own = if with_c {
+            sets * SM90_BOX_BYTES + z + exchange
+        } else {
+            0
+        };
+        let units = problem.heads_per_group() * p_tiles;
+        let blocks = problem.ngroups * units.div_ceil(warpgroups) * slices;
+        let items = (segment_items(self.segment, problem) * blocks) as u64;
+        launch(
+            self.kernel,
+            items,
+            items,
+            128 * (self.warpgroups + 1),
+            1024 + stages * (tiles + vectors) + own,
+        )
+    }
+}
+
 fn segment_scan_launch(_: &SegmentScan, problem: &Problem) -> KernelLaunch {
     const THREADS: usize = 256;
     let blocks = (problem.headdim * states_row_elems(problem)).div_ceil(4 * THREADS);
@@ -329,6 +386,20 @@ pub fn kernel_launch(
             kernel: Kernel::Sm90SwapFusedForward,
             segment: c.segment,
             block_head: c.block_head,
+            warpgroups: c.warpgroups,
+            stages: c.stages,
+        }
+        .launch(problem),
+        KernelConfig::Sm90SplitSegmentState(c) => Sm90SplitLaunch {
+            kernel: Kernel::Sm90SplitSegmentState,
+            segment: c.segment,
+            warpgroups: c.warpgroups,
+            stages: c.stages,
+        }
+        .launch(problem),
+        KernelConfig::Sm90SplitFusedForward(c) => Sm90SplitLaunch {
+            kernel: Kernel::Sm90SplitFusedForward,
+            segment: c.segment,
             warpgroups: c.warpgroups,
             stages: c.stages,
         }

@@ -32,8 +32,8 @@ pub use error::SpecError;
 pub use problem::{Alignment, ChunkSize, DKind, DtLimit, Precision, Problem};
 pub use step::{StepProblem, StepVectors};
 pub use strategy::{
-    Kernel, KernelConfig, Sm90ClusterConfig, Sm90FusedConfig, Sm90SwapFusedConfig, StrategyConfig,
-    ThreeKernelConfig,
+    Kernel, KernelConfig, Sm90ClusterConfig, Sm90FusedConfig, Sm90SplitFusedConfig,
+    Sm90SwapFusedConfig, StrategyConfig, ThreeKernelConfig,
 };
 pub use tensors::{
     ForwardInputs, ForwardOutputs, HasMeta, StepInputs, StepOutputs, TensorMeta, check_cu_seqlens,

@@ -362,6 +362,26 @@ parameter_table! {
         stages: STAGES = 2 in [1, 2, 3] unit "chunks";
     }
 
+    /// Parameters of `sm90_split_segment_state`: as sm90_segment_state, for 64 elements of headdim and 256 of dstate at a time.
+    Sm90SplitSegmentState for Sm90SplitSegmentState {
+        /// Tokens of a sequence that one block takes; 0: the whole sequence, and this kernel is not launched.
+        segment: AT_LAUNCH = 1024 in [0, 128, 192, 256, 384, 512, 704, 1024, 1408, 1536, 2048, 3072, 4096, 8192] unit "tokens";
+        /// Consumer warpgroups per block, of 64 elements of a head each; they share the B tiles.
+        warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
+        /// 64-token chunks in flight.
+        stages: STAGES = 4 in [2, 3, 4] unit "chunks";
+    }
+
+    /// Parameters of `sm90_split_fused_forward`: as sm90_fused_forward, for 64 elements of headdim and 256 of dstate at a time.
+    Sm90SplitFusedForward for Sm90SplitFusedForward {
+        /// Tokens of a sequence that one block takes; 0: the whole sequence.
+        segment: AT_LAUNCH = 1024 in [0, 128, 192, 256, 384, 512, 704, 1024, 1408, 1536, 2048, 3072, 4096, 8192] unit "tokens";
+        /// Consumer warpgroups per block, of 64 elements of a head each; they share the B and C tiles and one C B^T.
+        warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
+        /// 64-token chunks in flight.
+        stages: STAGES = 2 in [2, 3, 4] unit "chunks";
+    }
+
     /// Parameters of `sm90_cluster_forward`: the whole forward pass in one launch, a cluster of blocks a sequence.
     Sm90ClusterForward for Sm90ClusterForward {
         /// Blocks per cluster: segments that a sequence is split into.

@@ -4,12 +4,12 @@
 use crate::launch::{MAX_GRID_X, kernel_launch, step_launch};
 use crate::parameters::{
     ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90ClusterForward, Sm90FusedForward,
-    Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
+    Sm90SplitFusedForward, Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
 };
 use crate::{
     Alignment, ChunkSize, DeviceFacts, Dtype, Kernel, KernelConfig, Problem, Sm90ClusterConfig,
-    Sm90FusedConfig, Sm90SwapFusedConfig, SpecError, StepProblem, StrategyConfig,
-    ThreeKernelConfig,
+    Sm90FusedConfig, Sm90SplitFusedConfig, Sm90SwapFusedConfig, SpecError, StepProblem,
+    StrategyConfig, ThreeKernelConfig,
 };
 
 /// A legality rule.
@@ -63,6 +63,9 @@ rules! {
     W02 false "BLOCK_HEAD is the narrowest that covers headdim in its number of tiles, which is a power of two";
     W03 false "at most a third of the units a block computes are padding of its group";
     W04 false "one stage only where two do not fit shared memory: it cannot copy ahead";
+    V01 true "at most two slices of dstate, and more than one slice or unit: else sm90_fused is the same";
+    V02 false "at most a third of the units a block computes are padding of its group";
+    V03 false "the gate in f16 on all tokens of two units with 256 of dstate needs more registers than there are: ptxas spills them";
     U01 true "WARPS * 32 threads hold whole rows: ROW_THREADS divides a warp";
     U02 true "BLOCK_HEAD is a multiple of the rows one pass of the block covers";
     U03 false "a block is not taller than the padded headdim";
@@ -160,6 +163,14 @@ pub fn check_kernel(
             )?;
             let two = KernelConfig::Sm90SwapFusedForward(Sm90SwapFusedForward { stages: 2, ..*c });
             check_single_stage(config, c.stages, &two, problem, device)?;
+            64
+        }
+        KernelConfig::Sm90SplitSegmentState(c) => {
+            check_sm90_split(config, c.segment, c.warpgroups, problem, device)?;
+            64
+        }
+        KernelConfig::Sm90SplitFusedForward(c) => {
+            check_sm90_split(config, c.segment, c.warpgroups, problem, device)?;
             64
         }
         KernelConfig::Sm90FusedForward(c) => {
@@ -517,10 +528,11 @@ fn check_sm90_swap(
         (true, true) => block_head / 2 + 72 + 2 * boxes,
         (true, false) => block_head / 2 + if tight { 104 } else { 100 },
     };
-    let producer = match (problem.packed.is_some(), tight) {
-        (true, _) => 88,
-        (false, true) => 40,
-        (false, false) => 56,
+    let producer = match (problem.packed.is_some(), with_c, tight) {
+        (true, _, _) => 88,
+        (false, false, _) => 64,
+        (false, true, true) => 40,
+        (false, true, false) => 56,
     };
     let consumer = |blocks: u32| {
         let threads = 128 * (warpgroups + 1);
@@ -553,6 +565,39 @@ fn check_sm90_swap(
         "W03",
         block == 1 || 2 * units.next_multiple_of(block) <= 3 * units,
         || format!("{block} units a block, {units} a group"),
+    )
+}
+
+fn check_sm90_split(
+    config: &KernelConfig,
+    segment: u32,
+    warpgroups: u32,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Result<(), SpecError> {
+    check_sm90_problem(config, problem, device)?;
+    require(
+        config,
+        "V01",
+        problem.dstate <= 512 && (problem.headdim > 64 || problem.dstate > 256),
+        || format!("headdim {}, dstate {}", problem.headdim, problem.dstate),
+    )?;
+    let whole = config.kernel() == Kernel::Sm90SplitFusedForward;
+    check_sm90_segments(config, segment, whole, problem)?;
+    let units = problem.heads_per_group() * problem.headdim.div_ceil(64);
+    let block = warpgroups as usize;
+    require(
+        config,
+        "V02",
+        block == 1 || 2 * units.next_multiple_of(block) <= 3 * units,
+        || format!("{block} units a block, {units} a group"),
+    )?;
+    let crowded = whole && block == 2 && (129..=256).contains(&problem.dstate);
+    require(
+        config,
+        "V03",
+        !(crowded && problem.z && problem.dtype == Dtype::F16),
+        || format!("dstate {}, dtype {}", problem.dstate, problem.dtype),
     )
 }
 
@@ -600,6 +645,13 @@ pub fn check_strategy(
         .to_vec(),
         StrategyConfig::Sm90Cluster(_) => vec![(0, 0)],
         StrategyConfig::Sm90SwapFused(c) => [
+            c.segment_state.segment,
+            c.segment_scan.segment,
+            c.fused_forward.segment,
+        ]
+        .map(|s| (s, 0))
+        .to_vec(),
+        StrategyConfig::Sm90SplitFused(c) => [
             c.segment_state.segment,
             c.segment_scan.segment,
             c.fused_forward.segment,
@@ -673,13 +725,29 @@ pub fn default_strategy(
     device: &DeviceFacts,
 ) -> Result<StrategyConfig, SpecError> {
     check_problem_on(problem, device)?;
-    let sm90 = default_segment(problem, device, |segment| {
-        sm90_fused_for(problem, device, segment).map(StrategyConfig::Sm90Fused)
-    })
-    .or_else(|| {
+    let fused = || {
+        default_segment(problem, device, |segment| {
+            sm90_fused_for(problem, device, segment).map(StrategyConfig::Sm90Fused)
+        })
+    };
+    let split = || {
+        default_segment(problem, device, |segment| {
+            sm90_split_fused_for(problem, device, segment).map(StrategyConfig::Sm90SplitFused)
+        })
+    };
+    let swap = || {
         default_segment(problem, device, |segment| {
             sm90_swap_fused_for(problem, device, segment).map(StrategyConfig::Sm90SwapFused)
         })
+    };
+    // Tiles of 64 that pad headdim by more than a third are worse than transposed states, which pad it to a multiple of 16.
+    let tiles_fit = 3 * problem.headdim.next_multiple_of(64) <= 4 * problem.headdim;
+    let sm90 = fused().or_else(|| {
+        if tiles_fit || problem.dstate > 256 {
+            split().or_else(swap)
+        } else {
+            swap().or_else(split)
+        }
     });
     match sm90 {
         Some(config) => Ok(config),
@@ -860,6 +928,25 @@ fn sm90_swap_fused_for(
     })
 }
 
+fn sm90_split_fused_for(
+    problem: &Problem,
+    device: &DeviceFacts,
+    segment: u32,
+) -> Option<Sm90SplitFusedConfig> {
+    let (segment_state, segment_scan, fused_forward) = segment_kernels(
+        problem,
+        device,
+        segment,
+        KernelConfig::Sm90SplitSegmentState,
+        KernelConfig::Sm90SplitFusedForward,
+    )?;
+    Some(Sm90SplitFusedConfig {
+        segment_state,
+        segment_scan,
+        fused_forward,
+    })
+}
+
 /// The config of a strategy with the longest segment that still gives nine blocks for ten multiprocessors, else with the one that gives
 /// the most blocks.
 fn default_segment(
@@ -904,6 +991,10 @@ pub fn agreement_defaults(problem: &Problem, device: &DeviceFacts) -> Vec<Strate
         .domain
         .iter()
         .filter_map(|segment| sm90_swap_fused_for(problem, device, *segment));
+    let split_fused = Sm90SplitFusedForward::ROWS[0]
+        .domain
+        .iter()
+        .filter_map(|segment| sm90_split_fused_for(problem, device, *segment));
     let cluster = nearest(Sm90ClusterForward::default(), |c| {
         check_kernel(&KernelConfig::Sm90ClusterForward(*c), problem, device).is_ok()
     })
@@ -912,6 +1003,7 @@ pub fn agreement_defaults(problem: &Problem, device: &DeviceFacts) -> Vec<Strate
         .map(StrategyConfig::ThreeKernel)
         .chain(fused.map(StrategyConfig::Sm90Fused))
         .chain(swap_fused.map(StrategyConfig::Sm90SwapFused))
+        .chain(split_fused.map(StrategyConfig::Sm90SplitFused))
         .chain(cluster.map(StrategyConfig::Sm90Cluster))
         .collect()
 }

@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 use crate::SpecError;
 use crate::parameters::{
     ChunkCumsum, ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90ClusterForward,
-    Sm90FusedForward, Sm90SegmentState, Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
+    Sm90FusedForward, Sm90SegmentState, Sm90SplitFusedForward, Sm90SplitSegmentState,
+    Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
 };
 
 /// A kernel of `kernel-templates/`.
@@ -28,6 +29,10 @@ pub enum Kernel {
     Sm90SwapSegmentState,
     /// As [`Kernel::Sm90FusedForward`] with the state transposed: any headdim, dstate up to 512 (Hopper).
     Sm90SwapFusedForward,
+    /// As [`Kernel::Sm90SegmentState`] for any headdim, dstate up to 512 in two slices (Hopper).
+    Sm90SplitSegmentState,
+    /// As [`Kernel::Sm90FusedForward`] for any headdim, dstate up to 512 in two slices, a block each (Hopper).
+    Sm90SplitFusedForward,
     /// Y and the final state in one launch, a cluster of blocks a sequence (Hopper).
     Sm90ClusterForward,
     /// One decode step.
@@ -36,7 +41,7 @@ pub enum Kernel {
 
 impl Kernel {
     /// Every kernel.
-    pub const ALL: [Kernel; 10] = [
+    pub const ALL: [Kernel; 12] = [
         Kernel::ChunkCumsum,
         Kernel::FwdPassState,
         Kernel::ComputeOut,
@@ -45,6 +50,8 @@ impl Kernel {
         Kernel::Sm90FusedForward,
         Kernel::Sm90SwapSegmentState,
         Kernel::Sm90SwapFusedForward,
+        Kernel::Sm90SplitSegmentState,
+        Kernel::Sm90SplitFusedForward,
         Kernel::Sm90ClusterForward,
         Kernel::StateUpdate,
     ];
@@ -58,9 +65,11 @@ impl Kernel {
     /// swizzled as a whole. Boxes of B and C are 64 elements of dstate.
     pub const fn x_box_columns(self) -> Option<u32> {
         match self {
-            Kernel::Sm90SegmentState | Kernel::Sm90FusedForward | Kernel::Sm90ClusterForward => {
-                Some(64)
-            }
+            Kernel::Sm90SegmentState
+            | Kernel::Sm90FusedForward
+            | Kernel::Sm90SplitSegmentState
+            | Kernel::Sm90SplitFusedForward
+            | Kernel::Sm90ClusterForward => Some(64),
             Kernel::Sm90SwapSegmentState | Kernel::Sm90SwapFusedForward => Some(32),
             _ => None,
         }
@@ -77,6 +86,8 @@ impl Kernel {
             Kernel::Sm90FusedForward => "sm90_fused_forward",
             Kernel::Sm90SwapSegmentState => "sm90_swap_segment_state",
             Kernel::Sm90SwapFusedForward => "sm90_swap_fused_forward",
+            Kernel::Sm90SplitSegmentState => "sm90_split_segment_state",
+            Kernel::Sm90SplitFusedForward => "sm90_split_fused_forward",
             Kernel::Sm90ClusterForward => "sm90_cluster_forward",
             Kernel::StateUpdate => "state_update",
         }
@@ -147,6 +158,21 @@ pub struct Sm90SwapFusedConfig {
     pub fused_forward: Sm90SwapFusedForward,
 }
 
+/// Configs of the fused Hopper forward for any headdim and a dstate in slices. `segment` agrees (rule S01); with `segment` 0 only the last
+/// kernel is launched.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+#[serde(deny_unknown_fields)]
+pub struct Sm90SplitFusedConfig {
+    /// First launch.
+    pub segment_state: Sm90SplitSegmentState,
+    /// Second launch.
+    pub segment_scan: SegmentScan,
+    /// Third launch.
+    pub fused_forward: Sm90SplitFusedForward,
+}
+
 /// Config of the forward pass in one launch.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
@@ -167,6 +193,8 @@ pub enum StrategyConfig {
     Sm90Fused(Sm90FusedConfig),
     /// sm90_swap_segment_state, segment_scan, sm90_swap_fused_forward.
     Sm90SwapFused(Sm90SwapFusedConfig),
+    /// sm90_split_segment_state, segment_scan, sm90_split_fused_forward.
+    Sm90SplitFused(Sm90SplitFusedConfig),
     /// sm90_cluster_forward.
     Sm90Cluster(Sm90ClusterConfig),
 }
@@ -178,6 +206,7 @@ impl StrategyConfig {
             StrategyConfig::ThreeKernel(_) => "three_kernel",
             StrategyConfig::Sm90Fused(_) => "sm90_fused",
             StrategyConfig::Sm90SwapFused(_) => "sm90_swap_fused",
+            StrategyConfig::Sm90SplitFused(_) => "sm90_split_fused",
             StrategyConfig::Sm90Cluster(_) => "sm90_cluster",
         }
     }
@@ -188,6 +217,7 @@ impl StrategyConfig {
             StrategyConfig::ThreeKernel(c) => c.compute_out.chunk_size,
             StrategyConfig::Sm90Fused(_)
             | StrategyConfig::Sm90SwapFused(_)
+            | StrategyConfig::Sm90SplitFused(_)
             | StrategyConfig::Sm90Cluster(_) => 64,
         }
     }
@@ -198,6 +228,7 @@ impl StrategyConfig {
             StrategyConfig::ThreeKernel(_) | StrategyConfig::Sm90Cluster(_) => None,
             StrategyConfig::Sm90Fused(c) => Some(c.fused_forward.segment),
             StrategyConfig::Sm90SwapFused(c) => Some(c.fused_forward.segment),
+            StrategyConfig::Sm90SplitFused(c) => Some(c.fused_forward.segment),
         }
     }
 
@@ -225,6 +256,14 @@ impl StrategyConfig {
                 KernelConfig::SegmentScan(c.segment_scan),
                 KernelConfig::Sm90SwapFusedForward(c.fused_forward),
             ],
+            StrategyConfig::Sm90SplitFused(c) if c.fused_forward.segment == 0 => {
+                vec![KernelConfig::Sm90SplitFusedForward(c.fused_forward)]
+            }
+            StrategyConfig::Sm90SplitFused(c) => vec![
+                KernelConfig::Sm90SplitSegmentState(c.segment_state),
+                KernelConfig::SegmentScan(c.segment_scan),
+                KernelConfig::Sm90SplitFusedForward(c.fused_forward),
+            ],
             StrategyConfig::Sm90Cluster(c) => {
                 vec![KernelConfig::Sm90ClusterForward(c.cluster_forward)]
             }
@@ -251,6 +290,13 @@ impl StrategyConfig {
             (StrategyConfig::Sm90SwapFused(c), KernelConfig::Sm90SwapFusedForward(k)) => {
                 c.fused_forward = k
             }
+            (StrategyConfig::Sm90SplitFused(c), KernelConfig::Sm90SplitSegmentState(k)) => {
+                c.segment_state = k
+            }
+            (StrategyConfig::Sm90SplitFused(c), KernelConfig::SegmentScan(k)) => c.segment_scan = k,
+            (StrategyConfig::Sm90SplitFused(c), KernelConfig::Sm90SplitFusedForward(k)) => {
+                c.fused_forward = k
+            }
             (StrategyConfig::Sm90Cluster(c), KernelConfig::Sm90ClusterForward(k)) => {
                 c.cluster_forward = k
             }
@@ -273,7 +319,9 @@ impl StrategyConfig {
                     layout.display(c.compute_out.layout)
                 )
             }
-            StrategyConfig::Sm90Fused(_) | StrategyConfig::Sm90SwapFused(_) => {
+            StrategyConfig::Sm90Fused(_)
+            | StrategyConfig::Sm90SwapFused(_)
+            | StrategyConfig::Sm90SplitFused(_) => {
                 format!("segment={}", self.segment().unwrap_or_default())
             }
             StrategyConfig::Sm90Cluster(_) => "one launch".into(),
@@ -346,6 +394,8 @@ kernel_config!(
     Sm90FusedForward,
     Sm90SwapSegmentState,
     Sm90SwapFusedForward,
+    Sm90SplitSegmentState,
+    Sm90SplitFusedForward,
     Sm90ClusterForward,
     StateUpdate
 );

@@ -354,6 +354,8 @@ fn kernel_value(config: &KernelConfig) -> Value {
         KernelConfig::Sm90FusedForward(c) => to_value(c),
         KernelConfig::Sm90SwapSegmentState(c) => to_value(c),
         KernelConfig::Sm90SwapFusedForward(c) => to_value(c),
+        KernelConfig::Sm90SplitSegmentState(c) => to_value(c),
+        KernelConfig::Sm90SplitFusedForward(c) => to_value(c),
         KernelConfig::Sm90ClusterForward(c) => to_value(c),
         KernelConfig::StateUpdate(c) => to_value(c),
     }

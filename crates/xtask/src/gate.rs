@@ -224,7 +224,9 @@ fn case_against_rule(id: &str) -> Option<Case> {
                 | KernelConfig::SegmentScan(_)
                 | KernelConfig::Sm90FusedForward(_)
                 | KernelConfig::Sm90SwapSegmentState(_)
-                | KernelConfig::Sm90SwapFusedForward(_) => {}
+                | KernelConfig::Sm90SwapFusedForward(_)
+                | KernelConfig::Sm90SplitSegmentState(_)
+                | KernelConfig::Sm90SplitFusedForward(_) => {}
                 KernelConfig::Sm90ClusterForward(c) => c.cluster = 3,
                 KernelConfig::StateUpdate(c) => c.row_threads = 6,
             }
@@ -391,6 +393,7 @@ mod tests {
             "b=2,l=9000,h=16,p=64,g=2,n=128",
             "b=2,l=9000,h=16,p=128,g=2,n=256,dtype=f32",
             "b=2,l=300,h=16,p=64,g=2,n=64",
+            "b=2,l=300,h=16,p=128,g=2,n=64",
             "b=1,l=200000,h=16,p=64,g=2,n=64",
         ]
         .map(|shape| shape.parse().unwrap())

@@ -11,6 +11,7 @@ use crate::steps::root;
 
 const FORWARD: &[(&str, &str)] = &[
     ("headline", "b=4,l=16384,h=8,p=64,g=1,n=128"),
+    ("dstate_512", "b=4,l=16384,h=8,p=64,g=1,n=512"),
     (
         "every_option",
         "b=1,l=1000,h=24,p=80,g=3,n=256,dtype=f16,dt_dtype=f32,d=hp,z=1,bias=1,softplus=1,limit=0.001:0.1,init=bf16,final=f16,packed=7,align=1",

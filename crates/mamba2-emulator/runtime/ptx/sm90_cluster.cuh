@@ -22,6 +22,14 @@ inline float load_cluster(unsigned address) {
   return v;
 }
 inline void store_cluster_v4(unsigned address, float4 v) { std::memcpy(emulator::in_cluster(address), &v, 16); }
+inline void store_async_v4(unsigned address, float4 v, unsigned barrier) {
+  if (address >> 24 != barrier >> 24) emulator::fault("st.async counts at a barrier of another block");
+  if (address % 16) emulator::fault("st.async of 16 bytes is not aligned");
+  store_cluster_v4(address, v);
+  emulator::MemoryBarrier& b = emulator::memory_barrier(static_cast<int>(barrier >> 24), barrier & 0xffffffu);
+  b.bytes -= 16;
+  b.complete();
+}
 inline void mbarrier_arrive_cluster(unsigned barrier) {
   emulator::memory_barrier(static_cast<int>(barrier >> 24), barrier & 0xffffffu).arrive();
 }

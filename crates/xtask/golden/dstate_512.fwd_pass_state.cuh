@@ -1,0 +1,28 @@
+// Generated for fwd_pass_state on sm_90a: every constant the templates take.
+#pragma once
+constexpr int SM_ARCH = 90; // compute capability, major * 10 + minor
+constexpr int HEADDIM = 64; // elements of x per head
+constexpr int DSTATE = 512; // state size
+constexpr int HEADS_PER_GROUP = 8; // heads that share B and C
+constexpr int X_DTYPE = 0; // -1 none, 0 bf16, 1 f16, 2 f32
+constexpr int DT_DTYPE = 0; // -1 none, 0 bf16, 1 f16, 2 f32
+constexpr int D_KIND = 1; // 0 none, 1 [nheads], 2 [nheads, headdim]
+constexpr int HAS_Z = 0; // output gated by silu(z)
+constexpr int HAS_DT_BIAS = 0; // dt + dt_bias
+constexpr int DT_SOFTPLUS = 0; // softplus after the bias, identity above 20
+constexpr int HAS_DT_LIMIT = 0; // clamp after softplus
+constexpr int INITIAL_DTYPE = 2; // dtype of initial_states, -1 none
+constexpr int FINAL_DTYPE = 2; // dtype of final_states, -1 none
+constexpr int PACKED = 0; // sequences packed in one row, offsets in cu_seqlens
+constexpr int USE_TF32 = 0; // one TF32 product instead of three for f32
+constexpr int ALIGNED = 1; // views allow 16-byte copies
+constexpr int STATES_ROW = 512; // row of a chunk state in the workspace, elements
+constexpr int CHUNK_SIZE = 64; // tuned, tokens
+constexpr int LAYOUT = 0; // tuned, bht: enum
+constexpr int BLOCK_HEAD = 64; // tuned, elements of headdim
+constexpr int BLOCK_STATE = 32; // tuned, elements of dstate
+constexpr int SWAP_AB = 0; // tuned, flag
+constexpr int STAGES = 4; // tuned, tiles
+constexpr int WARPS = 4; // tuned, warps
+constexpr int THREADS = 128; // threads per block
+constexpr int SMEM_BYTES = 63488; // dynamic shared memory of a block

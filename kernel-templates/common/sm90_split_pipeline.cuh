@@ -1,0 +1,205 @@
+// What sm90_split_segment_state and sm90_split_fused_forward share: units, slices, the shared-memory ring, its producer, the state update.
+//
+// A unit is 64 elements of one head's headdim, a slice up to 256 elements of dstate. A block takes one slice of WARPGROUPS units, a
+// consumer warpgroup each: so the state of 64 x 512 in float32, twice what a warpgroup can hold, is in two multiprocessors, and each
+// reads only its half of B and C. Warpgroup 0 produces, warpgroups 1..WARPGROUPS consume; with C a last one makes S.
+//
+// A stage holds, in boxes of 64 rows x 64 elements with the 128-byte swizzle, in this order,
+//   C  [SLICE_BOXES boxes, 64 tokens each]   (WITH_C only)
+//   B  [SLICE_BOXES boxes]
+//   x  [WARPGROUPS boxes, 64 tokens x a unit]
+//   vectors  [VECTOR_SETS][VECTORS][64]
+// SHARE: the two units of a block are of one head, which has one set of vectors and one S.
+// Tokens past the tensor, dstate past DSTATE and headdim past HEADDIM are copied as zero, and tokens past a packed sequence are zeroed in B
+// and x: NaN beyond a sequence cannot enter. Units past the group read as a neighbour or zero and are not stored.
+#pragma once
+
+constexpr int SCORE_WARPGROUPS = 0;
+
+#include "common/sm90_chunk.cuh"
+#include "ptx/special.cuh"
+
+constexpr int SLICES = (DSTATE + 255) / 256;
+constexpr int SLICE_BOXES = DSTATE_BOXES > 2 ? 4 : DSTATE_BOXES;
+// The state of a thread, in pieces of 128 dstate: ptxas takes no instruction with more accumulators than a launch of 512 threads has registers.
+constexpr int PIECE_BOXES = SLICE_BOXES < 2 ? 1 : 2;
+constexpr int PIECE_REGISTERS = PIECE_BOXES * 32;
+constexpr int PIECES = SLICE_BOXES / PIECE_BOXES;
+constexpr int STATE_REGISTERS = SLICE_BOXES * 32;
+constexpr int P_TILES = (HEADDIM + 63) / 64;
+constexpr int UNITS_PER_GROUP = HEADS_PER_GROUP * P_TILES;
+constexpr int BLOCKS_PER_GROUP = (UNITS_PER_GROUP + WARPGROUPS - 1) / WARPGROUPS * SLICES;
+constexpr bool SHARE = WARPGROUPS == 2 && P_TILES % 2 == 0;
+constexpr int VECTOR_SETS = SHARE ? 1 : WARPGROUPS;
+
+MAMBA2_REQUIRE(V01, DSTATE <= 512 && (HEADDIM > 64 || DSTATE > 256), "at most two slices of dstate, and more than one slice or unit: else sm90_fused is the same");
+
+constexpr int C_BYTES = WITH_C ? SLICE_BOXES * BOX_BYTES : 0;
+constexpr int B_OFFSET = C_BYTES;
+constexpr int X_OFFSET = B_OFFSET + SLICE_BOXES * BOX_BYTES;
+constexpr int VECTORS_OFFSET = X_OFFSET + WARPGROUPS * BOX_BYTES;
+constexpr int STAGE_BYTES = VECTORS_OFFSET + (VECTOR_SETS * VECTORS_BYTES + 1023) / 1024 * 1024;
+constexpr int BARRIERS_BYTES = 1024;
+constexpr int TAIL_BARRIER_OFFSET = 496;
+constexpr int SEGMENT_OFFSET = 896;  // behind the barriers: the block's Segment, which would cost registers
+static_assert(SEGMENT_OFFSET + sizeof(Segment) <= BARRIERS_BYTES);
+
+// Registers after reallocation, in steps of eight; a thread has at most 240.
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS > 248 ? 248 : 65536 / THREADS / 8 * 8;
+constexpr int PRODUCER_REGISTERS = WITH_C ? 72 : 56;
+constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS) / (128 * WARPGROUPS) / 8 * 8;
+constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
+
+// The block's slice of dstate, and what one of its consumers works on.
+__device__ __forceinline__ int slice_of(const Segment& s) { return s.block % SLICES; }
+struct Unit {
+  int head;
+  int p0;  // first headdim element
+  bool valid;
+};
+__device__ __forceinline__ Unit locate_unit(const Segment& s, int consumer) {
+  const int unit = s.block / SLICES * WARPGROUPS + consumer;
+  return {s.group * HEADS_PER_GROUP + unit / P_TILES, unit % P_TILES * 64, unit < UNITS_PER_GROUP};
+}
+
+// A full and an empty barrier per stage, and one for the chunk in which a packed sequence ends.
+struct Barriers {
+  unsigned base;
+  __device__ __forceinline__ unsigned full(int stage) const { return base + stage * 16; }
+  __device__ __forceinline__ unsigned empty(int stage) const { return base + stage * 16 + 8; }
+  __device__ __forceinline__ unsigned tail() const { return base + TAIL_BARRIER_OFFSET; }
+  __device__ __forceinline__ void init() const {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < STAGES; ++s) {
+        mbarrier_init(full(s), 1 + PRODUCER_THREADS / 32);  // the copies, and each warp's vectors and zeros
+        mbarrier_init(empty(s), 4 * (WARPGROUPS + (WITH_C ? 1 : 0)));
+      }
+      mbarrier_init(tail(), 1);
+      fence_mbarrier_init();
+    }
+  }
+};
+
+// Copies one chunk's boxes; one thread.
+__device__ __forceinline__ void copy_stage(const TensorMaps& maps, const Segment& s, int token, unsigned stage, unsigned full) {
+  const int row = static_cast<int>(s.row), slice = slice_of(s);
+  mbarrier_arrive_expect_tx(full, VECTORS_OFFSET);
+#pragma unroll
+  for (int box = 0; box < SLICE_BOXES; ++box) {
+    tma_load_4d(stage + B_OFFSET + box * BOX_BYTES, &maps.b, (slice * SLICE_BOXES + box) * 64, s.group, token, row, full);
+    if (WITH_C) tma_load_4d(stage + box * BOX_BYTES, &maps.c, (slice * SLICE_BOXES + box) * 64, s.group, token, row, full);
+  }
+#pragma unroll
+  for (int i = 0; i < WARPGROUPS; ++i) {
+    const Unit unit = locate_unit(s, i);
+    tma_load_4d(stage + X_OFFSET + i * BOX_BYTES, &maps.x, unit.p0, unit.head, token, row, full);
+  }
+}
+
+// Zeroes the rows of B and x from `row` on: what follows a packed sequence is another's, or NaN. Rows past the end of C reach only rows of Y
+// that are not stored. The whole warpgroup.
+__device__ __forceinline__ void clear_tail(unsigned char* stage, int row) {
+#pragma unroll 1
+  for (int at = row * 128 + threadIdx.x * 16; at < BOX_BYTES; at += PRODUCER_THREADS * 16)
+#pragma unroll
+    for (int box = 0; box < SLICE_BOXES + WARPGROUPS; ++box)  // x follows B
+      *reinterpret_cast<uint4*>(stage + B_OFFSET + box * BOX_BYTES + at) = make_uint4(0, 0, 0, 0);
+  fence_proxy_async();
+}
+
+// Fills the ring, chunk after chunk of the segment, the last first if BACKWARD; then w decays to the segment's end. For the warps of one
+// warpgroup: the first starts the copies, because it has the least of S to make, and makes the second set of vectors; the next the first.
+template <bool BACKWARD>
+struct Producer {
+  bool makes, valid;
+  float a, bias, after = 0.f;
+
+  __device__ __forceinline__ static int set() { return 1 - static_cast<int>(threadIdx.x) / 32 % 4; }
+  __device__ __forceinline__ static int token_of(const Segment& s, int copy) {
+    return (BACKWARD ? (s.tokens + CHUNK - 1) / CHUNK - 1 - copy : copy) * CHUNK;
+  }
+  __device__ __forceinline__ Producer(const ForwardArgs& args, const Segment& s) {
+    const Unit unit = locate_unit(s, set());
+    makes = set() >= 0 && set() < VECTOR_SETS;
+    valid = makes && unit.valid;
+    a = valid ? args.A[unit.head] * LOG2_E : 0.f;
+    bias = HAS_DT_BIAS && valid ? args.dt_bias[unit.head] : 0.f;
+  }
+  // This lane's two dt of the copy-th chunk.
+  __device__ __forceinline__ void load_dt(const ForwardArgs& args, const Segment& s, int copy, RawDt (&to)[2]) const {
+    const int token = token_of(s, copy) + 2 * (threadIdx.x % 32);
+    const RawDt* from = static_cast<const RawDt*>(args.dt) + s.row * args.dt_strides.batch + (s.first + token) * args.dt_strides.token +
+                        locate_unit(s, set()).head * args.dt_strides.head;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) to[e] = valid && token >= 0 && e < s.tokens - token ? from[e * args.dt_strides.token] : RawDt{};
+  }
+  // Fills the next stage once it is empty: the copy-th chunk's, with its dt.
+  __device__ __forceinline__ void fill(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers,
+                                       int copy, const RawDt (&raw)[2]) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, at = copy % STAGES, token = token_of(s, copy);
+    unsigned char* stage = ring + at * STAGE_BYTES;
+    const bool ends_inside = PACKED && s.tokens - token < CHUNK;
+    // A warp that writes nothing may go on to S, where it waits for every stage; without S it would arrive twice.
+    if (!WITH_C || warp == 0 || makes || ends_inside) wait_barrier(barriers.empty(at), copy / STAGES % 2 ^ 1);
+    if (threadIdx.x % 128 == 0)
+      copy_stage(maps, s, static_cast<int>(s.first) + token, smem_address(stage), ends_inside ? barriers.tail() : barriers.full(at));
+    if (ends_inside) {
+      wait_barrier(barriers.tail(), 0);  // a segment ends once
+      clear_tail(stage, s.tokens - token);
+      if (threadIdx.x % 128 == 0) mbarrier_arrive(barriers.full(at));  // in place of the copies
+    }
+    if (makes) {
+      const float whole = make_vectors(args, raw, a, bias, valid ? s.tokens - token - 2 * lane : 0, after,
+                                       reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + set() * (VECTORS * CHUNK / 2) + lane);
+      if constexpr (BACKWARD) after += whole;
+    }
+    arrive_warp(barriers.full(at));
+  }
+};
+
+// Addresses are computed anew for each chunk where the state leaves few registers.
+constexpr bool TIGHT = STATE_REGISTERS >= 128 && WITH_C;
+__device__ __forceinline__ int thread_index() { return TIGHT ? volatile_tid_x() : static_cast<int>(threadIdx.x); }
+
+// The vectors of a consumer's unit.
+__device__ __forceinline__ Vectors vectors_of(const unsigned char* stage, int consumer) {
+  return {reinterpret_cast<const float*>(stage + VECTORS_OFFSET) + consumer % VECTOR_SETS * VECTORS * CHUNK};
+}
+
+// Where ldmatrix and stmatrix, transposing, find this lane's row of the warp's 16 headdim columns and the tokens 16 k .. 16 k + 15 of a box.
+__device__ __forceinline__ unsigned transposed_at(const unsigned char* box, int k) {
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
+  return smem_address(box) + swizzled(k * 16 + lane % 8 + lane / 16 * 8, warp * 2 + lane / 8 % 2);
+}
+
+// An x or z box transposed as operand A: 64 headdim rows, 16 a warp; K = the tokens 16 k .. 16 k + 15. Also the map of an
+// accumulator [headdim][tokens].
+__device__ __forceinline__ FragmentA<X> load_transposed(const unsigned char* box, int k) {
+  unsigned r[4];
+  ldmatrix_x4_trans_at(r, transposed_at(box, k));
+  return {{{r[0]}, {r[1]}, {r[2]}, {r[3]}}};
+}
+
+// (w x)^T from x^T.
+__device__ __forceinline__ void weigh(FragmentA<X> (&x)[4], const float* w) {
+  const int lane = thread_index() % 32;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const float2 even = *reinterpret_cast<const float2*>(w + k * 16 + lane % 4 * 2);
+    const float2 odd = *reinterpret_cast<const float2*>(w + k * 16 + 8 + lane % 4 * 2);
+    scale_along_k(x[k], even, odd);
+  }
+}
+
+// Starts H += (w x)^T B, H already scaled by exp2(G_last). The caller commits and waits.
+__device__ __forceinline__ void start_state_update(float (&state)[PIECES][PIECE_REGISTERS], const FragmentA<X> (&a)[4], const unsigned char* b_boxes) {
+  const WgmmaDescriptor<128> b(smem_address(b_boxes), BOX_BYTES);
+#pragma unroll
+  for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+    for (int k = 0; k < 4; ++k) multiply_registers<1>(state[piece], a[k], b.at(piece * PIECE_BOXES * BOX_BYTES + k * 16 * 128), 1);
+}
+
+// headdim element inside the unit, and dstate element inside the piece, of accumulator element i of this thread.
+__device__ __forceinline__ int state_p(int i) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
+__device__ __forceinline__ int state_n(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
