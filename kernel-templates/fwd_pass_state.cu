@@ -8,7 +8,7 @@
 //
 // Grid   sequences * nheads * ceil(headdim / BLOCK_HEAD) * ceil(dstate / BLOCK_STATE) blocks, tiles of one head adjacent (they share x and B in L2)
 // Block  WARPS warps, WARPS_M x WARPS_N over the M x N tile
-// Shared ring of STAGES x { x [64][BLOCK_HEAD + 8], B [64][BLOCK_STATE + 8], w [64] }
+// Shared ring of STAGES x { x [64][BLOCK_HEAD + 8], B [64][BLOCK_STATE + 8], w [64], G_last of the chunk, padded to 16 bytes }
 // Tail   tokens past the sequence read as zero and have weight zero; an empty sequence copies its initial state
 // Source Dao and Gu 2024, section 6 (chunk state and state passing, fused)
 #include "mamba2_config.cuh"
@@ -40,9 +40,10 @@ constexpr int B_LD = BLOCK_STATE + ROW_PAD;
 constexpr int X_OFFSET = 0;
 constexpr int B_OFFSET = X_OFFSET + tile_elems(TILE_TOKENS, BLOCK_HEAD) * sizeof(X);
 constexpr int W_OFFSET = B_OFFSET + tile_elems(TILE_TOKENS, BLOCK_STATE) * sizeof(X);
-constexpr int STAGE_BYTES = W_OFFSET + TILE_TOKENS * sizeof(float);
+constexpr int G_LAST_OFFSET = W_OFFSET + TILE_TOKENS * sizeof(float);
+constexpr int STAGE_BYTES = G_LAST_OFFSET + 16;
 static_assert(STAGES * STAGE_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
-static_assert(THREADS == 32 * WARPS, "launch.rs gives WARPS warps");
+static_assert(THREADS == 32 * WARPS && THREADS > TILE_TOKENS, "launch.rs gives WARPS warps, and one thread copies G_last");
 
 // float32 fragments are three times as many registers: one 16-wide step at a time.
 constexpr int K_UNROLL = sizeof(X) == 4 ? 1 : TILE_TOKENS / 16;
@@ -85,6 +86,10 @@ __device__ __forceinline__ void copy_stage(const ForwardArgs& args, const Item& 
     const int in_chunk = tile % TILES_PER_CHUNK * TILE_TOKENS + threadIdx.x;
     cp_async_ca_4(reinterpret_cast<float*>(stage + W_OFFSET) + threadIdx.x,
                   args.state_weight + vector_index(slot, item.head, in_chunk, args.nheads));
+  } else if (threadIdx.x == TILE_TOKENS) {  // G at the chunk's last token; the tail repeats it
+    // Through shared memory like all else: a load to a register would share a scoreboard with those from there, and be waited for at once.
+    const int64 slot = item.sequence.first_slot + tile / TILES_PER_CHUNK;
+    cp_async_ca_4(stage + G_LAST_OFFSET, args.da_cumsum + vector_index(slot, item.head, CHUNK_SIZE - 1, args.nheads));
   }
 }
 
@@ -192,10 +197,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fwd_pass_state(const __
       if (s < tiles) copy_stage(args, item, s, smem + s * STAGE_BYTES);
       cp_async_commit_group();
     }
-    const auto chunk_decay = [&](int tile) {  // G at the chunk's last token; the tail repeats it
-      return args.da_cumsum[vector_index(item.sequence.first_slot + tile / TILES_PER_CHUNK, item.head, CHUNK_SIZE - 1, args.nheads)];
-    };
-    float g_last = tiles > 0 ? chunk_decay(0) : 0.f;
     int stage = 0, ahead_stage = STAGES - 1;
     for (int tile = 0; tile < tiles; ++tile) {
       cp_async_wait_group<STAGES - 2>();
@@ -205,9 +206,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fwd_pass_state(const __
       cp_async_commit_group();
       if (tile % TILES_PER_CHUNK == 0) {
         store_chunk_state<X>(args, item, item.sequence.first_slot + tile / TILES_PER_CHUNK, acc);
-        const float decay = ex2_approx(fminf(g_last, 0.f));
+        const float decay = ex2_approx(fminf(*reinterpret_cast<const float*>(smem + stage * STAGE_BYTES + G_LAST_OFFSET), 0.f));
         for_each_element(acc, [&](Position, float& v) { v *= decay; });
-        if (tile + TILES_PER_CHUNK < tiles) g_last = chunk_decay(tile + TILES_PER_CHUNK);  // a chunk ahead of its use
       }
       accumulate(acc, smem + stage * STAGE_BYTES);
       stage = stage + 1 == STAGES ? 0 : stage + 1;

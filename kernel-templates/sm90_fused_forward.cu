@@ -20,30 +20,22 @@ constexpr bool WITH_C = true;
 
 static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + SCORES_BYTES + OUTPUT_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
-// The state at the segment's start: as segment_scan left it, or added up here, segment after segment:
-//   H = exp2(total[q]) H + local[q],    H = initial_states or zero before
 __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
-  const int index = s.index;
-  if (index == 0 || !args.scanned) {
+  if (starts_from_initial_state(args, s)) {
     load_initial_state(args, s, head, state);
   } else {
 #pragma unroll
     for (int i = 0; i < STATE_REGISTERS; ++i) state[i] = 0.f;
   }
-  if (index == 0 || head >= end_head(s)) return;
-  const int segments = args.scanned ? 1 : index;
-  const int64 step = static_cast<int64>(args.nheads) * (HEADDIM * STATES_ROW), slot = s.slot - segments + 1;
-  const float* from = segment_state(args, slot, head) + state_p(0) * STATES_ROW + state_n(0);
-  const float* total = args.da_cumsum + slot * args.nheads + head;
-#pragma unroll 1
-  for (int q = 0; q < segments; ++q, from += step, total += args.nheads) {
-    const float decay = args.scanned ? 0.f : ex2_approx(fminf(*total, 0.f));
+  if (head >= end_head(s)) return;
+  for_each_start_state(args, s, head, [&](const float* from, float decay) {
+    from += state_p(0) * STATES_ROW + state_n(0);
     for_each_pair(STATES_ROW, [&](int row, int column, int i) {
-      const float2 local = *reinterpret_cast<const float2*>(from + row * STATES_ROW + column);
-      state[i] = decay * state[i] + local.x;
-      state[i + 1] = decay * state[i + 1] + local.y;
+      const float2 added = *reinterpret_cast<const float2*>(from + row * STATES_ROW + column);
+      state[i] = decay * state[i] + added.x;
+      state[i + 1] = decay * state[i + 1] + added.y;
     });
-  }
+  });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_forward(const __grid_constant__ ForwardArgs args,

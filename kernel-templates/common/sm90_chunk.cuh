@@ -116,6 +116,21 @@ __device__ __forceinline__ void wait_at_the_end(const Segment& s) {
   if (s.index == 0) griddepcontrol_wait();
 }
 
+// The state at a segment's start is segment_scan's, or the initial state and what the segments before have added:
+//   H = exp2(total[q]) H + local[q]
+__device__ __forceinline__ bool starts_from_initial_state(const ForwardArgs& args, const Segment& s) { return s.index == 0 || !args.scanned; }
+
+// Calls add(state in the workspace, decay of what there was before it) for the parts of the state at the segment's start, in order.
+template <typename F>
+__device__ __forceinline__ void for_each_start_state(const ForwardArgs& args, const Segment& s, int head, F&& add) {
+  const int parts = args.scanned && s.index > 0 ? 1 : s.index;
+  const int64 slot = s.slot - parts + 1, step = static_cast<int64>(args.nheads) * (HEADDIM * STATES_ROW);
+  const float* from = segment_state(args, slot, head);
+  const float* total = args.da_cumsum + slot * args.nheads + head;
+#pragma unroll 1
+  for (int q = 0; q < parts; ++q, from += step, total += args.nheads) add(from, args.scanned ? 0.f : ex2_approx(fminf(*total, 0.f)));
+}
+
 // ---- boxes ----
 
 // Byte offset of 16-byte unit `unit` of row `row` in a box of 128-byte rows, and of 64-byte rows.
