@@ -729,6 +729,7 @@ pub fn default_strategy(
         default_segment(problem, device, |segment| {
             sm90_fused_for(problem, device, segment).map(StrategyConfig::Sm90Fused)
         })
+        .map(|chosen| with_longer_segments(problem, device, chosen))
     };
     let split = || {
         default_segment(problem, device, |segment| {
@@ -971,6 +972,29 @@ fn default_segment(
         .find(|(blocks, _)| *blocks >= enough)
         .or(options.last())?;
     Some(chosen.1)
+}
+
+/// Segments of a few chunks spend their time on starting up: where two warpgroups a block leave less than 256 tokens to each block, one
+/// warpgroup with longer segments is faster (b=4, l=1024, 8 heads on an H200: 19.7 us against 24.6).
+fn with_longer_segments(
+    problem: &Problem,
+    device: &DeviceFacts,
+    chosen: StrategyConfig,
+) -> StrategyConfig {
+    if !matches!(chosen.segment(), Some(1..256)) {
+        return chosen;
+    }
+    let longer = default_segment(problem, device, |segment| {
+        let mut config = sm90_fused_for(problem, device, segment)?;
+        config.segment_state.warpgroups = 1;
+        config.fused_forward.warpgroups = 1;
+        let config = StrategyConfig::Sm90Fused(config);
+        check_strategy(&config, problem, device).ok()?;
+        Some(config)
+    });
+    longer
+        .filter(|c| c.segment() > chosen.segment())
+        .unwrap_or(chosen)
 }
 
 /// One config for every way a strategy's kernels can agree (chunk_size and layout, or segment): the starting points of a search,
