@@ -208,61 +208,41 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
   }
 }
 
-// Calls f(row past state_p(0), column past n0 + state_n(0), piece, i) for the pairs i, i + 1 of this thread's state that lie within
-// [HEADDIM][columns].
-template <typename F>
-__device__ __forceinline__ void for_each_pair(const Unit& unit, int n0, int columns, F&& f) {
-  const int rows_left = HEADDIM - unit.p0 - state_p(0), columns_left = columns - n0 - state_n(0);
+// The state before the first token of the segment.
+__device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, const Unit& unit, int n0, float (&state)[PIECES][PIECE_REGISTERS]) {
+  const bool from_workspace = s.index > 0;
+  const float* from = segment_state(args, s.slot, unit.head);
 #pragma unroll
   for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
     for (int i = 0; i < PIECE_REGISTERS; i += 2) {
-      const int row = i / 2 % 2 * 8, column = piece * PIECE_BOXES * 64 + i / 4 * 8;
-      if ((HEADDIM % 64 == 0 || row < rows_left) && column < columns_left) f(row, column, piece, i);
+      const int p = unit.p0 + state_p(i), n = n0 + piece * PIECE_BOXES * 64 + state_n(i);
+      const bool inside = unit.valid && p < HEADDIM;
+      float2 v = make_float2(0.f, 0.f);
+      if (from_workspace) {
+        if (inside && n < STATES_ROW) v = *reinterpret_cast<const float2*>(from + p * STATES_ROW + n);
+      } else if constexpr (INITIAL_DTYPE >= 0) {
+        const int64 at = s.sequence * args.initial_strides[0] + unit.head * args.initial_strides[1] + p * args.initial_strides[2] + n;
+        if (inside && n < DSTATE) v.x = load_element<INITIAL_DTYPE>(args.initial_states, at);
+        if (inside && n + 1 < DSTATE) v.y = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
+      }
+      state[piece][i] = v.x;
+      state[piece][i + 1] = v.y;
     }
-}
-
-// Calls f(index of the pair in memory, whether its second element is there, piece, i) for the pairs of a state of DSTATE columns.
-template <typename F>
-__device__ __forceinline__ void for_each_state(const int64 (&strides)[3], const Segment& s, const Unit& unit, int n0, F&& f) {
-  const int64 row_stride = strides[2];
-  const int64 first = s.sequence * strides[0] + unit.head * strides[1] + (unit.p0 + state_p(0)) * row_stride + n0 + state_n(0);
-  for_each_pair(unit, n0, DSTATE, [&](int row, int column, int piece, int i) {
-    f(first + (row ? 8 * row_stride : 0) + column, DSTATE % 2 == 0 || n0 + state_n(0) + column + 1 < DSTATE, piece, i);
-  });
-}
-
-__device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, const Unit& unit, int n0, float (&state)[PIECES][PIECE_REGISTERS]) {
-#pragma unroll
-  for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-    for (int i = 0; i < PIECE_REGISTERS; ++i) state[piece][i] = 0.f;
-  if (!unit.valid) return;
-  if constexpr (INITIAL_DTYPE >= 0) {
-    if (starts_from_initial_state(args, s)) {
-      for_each_state(args.initial_strides, s, unit, n0, [&](int64 at, bool both, int piece, int i) {
-        state[piece][i] = load_element<INITIAL_DTYPE>(args.initial_states, at);
-        if (both) state[piece][i + 1] = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
-      });
-    }
-  }
-  for_each_start_state(args, s, unit.head, [&](const float* from, float decay) {
-    from += (unit.p0 + state_p(0)) * STATES_ROW + n0 + state_n(0);
-    for_each_pair(unit, n0, STATES_ROW, [&](int row, int column, int piece, int i) {
-      const float2 added = *reinterpret_cast<const float2*>(from + row * STATES_ROW + column);
-      state[piece][i] = decay * state[piece][i] + added.x;
-      state[piece][i + 1] = decay * state[piece][i + 1] + added.y;
-    });
-  });
 }
 
 __device__ __forceinline__ void store_final_state(const ForwardArgs& args, const Segment& s, const Unit& unit, int n0, const float (&state)[PIECES][PIECE_REGISTERS]) {
   if constexpr (FINAL_DTYPE >= 0) {
     if (!unit.valid) return;
-    for_each_state(args.final_strides, s, unit, n0, [&](int64 at, bool both, int piece, int i) {
-      store_element<FINAL_DTYPE>(args.final_states, at, state[piece][i]);
-      if (both) store_element<FINAL_DTYPE>(args.final_states, at + 1, state[piece][i + 1]);
-    });
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+      for (int i = 0; i < PIECE_REGISTERS; ++i) {
+        const int p = unit.p0 + state_p(i), n = n0 + piece * PIECE_BOXES * 64 + state_n(i);
+        if (p < HEADDIM && n < DSTATE)
+          store_element<FINAL_DTYPE>(args.final_states, s.sequence * args.final_strides[0] + unit.head * args.final_strides[1] + p * args.final_strides[2] + n,
+                                     state[piece][i]);
+      }
   }
 }
 

@@ -148,7 +148,7 @@ const SM90_BOX_BYTES: usize = SM90_CHUNK * 128;
 /// What a head's chunk has beside its tiles: five float32 numbers a token.
 const SM90_VECTORS_BYTES: usize = 5 * SM90_CHUNK * 4;
 
-/// Segments of a sequence up to which sm90_fused_forward and sm90_split_fused_forward need no segment_scan.
+/// Segments of a sequence up to which sm90_fused_forward needs no segment_scan.
 const MAX_SEGMENTS_WITHOUT_SCAN: usize = 4;
 
 /// Segment items of all sequences: as [`Problem::chunk_slots`], but an empty sequence has one, for its final state.
@@ -437,9 +437,8 @@ fn launch(
 /// Few segments are added up where their states are loaded: segments * (segments - 1) / 2 reads out of L2 cost less than a launch.
 fn needs_scan(config: &StrategyConfig, problem: &Problem) -> bool {
     match config {
-        StrategyConfig::Sm90Fused(_) | StrategyConfig::Sm90SplitFused(_) => {
-            let segment = config.segment().unwrap_or_default();
-            segments_per_row(segment, problem) > MAX_SEGMENTS_WITHOUT_SCAN
+        StrategyConfig::Sm90Fused(c) => {
+            segments_per_row(c.fused_forward.segment, problem) > MAX_SEGMENTS_WITHOUT_SCAN
         }
         _ => true,
     }

@@ -56,7 +56,7 @@ rules! {
     P06 false "wgmma exists on compute capability 9.0 only";
     P07 false "a segment is shorter than the sequence, and a sequence has at most 128 of them: the scan is serial";
     P08 false "at most a third of the heads a block computes are padding of its group";
-    P09 false "two heads a warpgroup, and a dstate above 128, in bf16 only: f16 needs more registers to scale its fragments, and ptxas spills them";
+    P09 false "two heads a warpgroup, and a dstate above 128, in bf16 only, the latter with a headdim of 64 only: f16 and partial tiles need more registers, and ptxas spills them";
     K01 false "the blocks of a cluster are one launch: their number fits the grid";
     K02 false "every block of a cluster has a chunk of an unpacked sequence";
     W01 true "the state of a unit, and what the products need beside it, stay in registers";
@@ -476,11 +476,13 @@ fn check_sm90(
     require(
         config,
         "P09",
-        !with_c || (heads == 1 && padded <= 128) || problem.dtype == Dtype::Bf16,
+        !with_c
+            || (heads == 1 && padded <= 128)
+            || (problem.dtype == Dtype::Bf16 && (padded <= 128 || problem.headdim == 64)),
         || {
             format!(
-                "HEADS = {heads}, dstate {}, dtype {}",
-                problem.dstate, problem.dtype
+                "HEADS = {heads}, dstate {}, headdim {}, dtype {}",
+                problem.dstate, problem.headdim, problem.dtype
             )
         },
     )?;
@@ -729,7 +731,14 @@ pub fn default_strategy(
         default_segment(problem, device, |segment| {
             sm90_fused_for(problem, device, segment).map(StrategyConfig::Sm90Fused)
         })
-        .map(|chosen| with_longer_segments(problem, device, chosen))
+        .map(|chosen| {
+            with_longer_segments(problem, device, chosen, |segment| {
+                let mut config = sm90_fused_for(problem, device, segment)?;
+                config.segment_state.warpgroups = 1;
+                config.fused_forward.warpgroups = 1;
+                Some(StrategyConfig::Sm90Fused(config))
+            })
+        })
     };
     let split = || {
         default_segment(problem, device, |segment| {
@@ -739,6 +748,14 @@ pub fn default_strategy(
     let swap = || {
         default_segment(problem, device, |segment| {
             sm90_swap_fused_for(problem, device, segment).map(StrategyConfig::Sm90SwapFused)
+        })
+        .map(|chosen| {
+            with_longer_segments(problem, device, chosen, |segment| {
+                let mut config = sm90_swap_fused_for(problem, device, segment)?;
+                config.segment_state.warpgroups = 1;
+                config.fused_forward.warpgroups = 1;
+                Some(StrategyConfig::Sm90SwapFused(config))
+            })
         })
     };
     // Tiles of 64 that pad headdim by more than a third are worse than transposed states, which pad it to a multiple of 16.
@@ -974,27 +991,39 @@ fn default_segment(
     Some(chosen.1)
 }
 
-/// Segments of a few chunks spend their time on starting up: where two warpgroups a block leave less than 256 tokens to each block, one
-/// warpgroup with longer segments is faster (b=4, l=1024, 8 heads on an H200: 19.7 us against 24.6).
+/// `config` with the segments that the default would take for `problem`; as it is if its strategy has none. `None` if it is not legal there.
+pub fn with_default_segment(
+    config: &StrategyConfig,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Option<StrategyConfig> {
+    let legal = |c: &StrategyConfig| check_strategy(c, problem, device).is_ok();
+    match config.segment() {
+        Some(_) => default_segment(problem, device, |segment| {
+            Some(config.with_segment(segment)).filter(legal)
+        }),
+        None => Some(*config).filter(legal),
+    }
+}
+
+/// One warpgroup a block in place of two, where the blocks then fill the GPU without a split of the sequences (no pass over x and B to sum
+/// segments: b=1, l=8192, 128 heads on an H200 145 us against 182), or where segments of less than 256 tokens become longer (they spend
+/// their time on starting up: b=4, l=1024, 8 heads 19.7 us against 24.6).
 fn with_longer_segments(
     problem: &Problem,
     device: &DeviceFacts,
     chosen: StrategyConfig,
+    with: impl Fn(u32) -> Option<StrategyConfig>,
 ) -> StrategyConfig {
-    if !matches!(chosen.segment(), Some(1..256)) {
+    let Some(segment @ 1..) = chosen.segment() else {
         return chosen;
-    }
-    let longer = default_segment(problem, device, |segment| {
-        let mut config = sm90_fused_for(problem, device, segment)?;
-        config.segment_state.warpgroups = 1;
-        config.fused_forward.warpgroups = 1;
-        let config = StrategyConfig::Sm90Fused(config);
-        check_strategy(&config, problem, device).ok()?;
-        Some(config)
-    });
-    longer
-        .filter(|c| c.segment() > chosen.segment())
-        .unwrap_or(chosen)
+    };
+    let legal = |config: &StrategyConfig| check_strategy(config, problem, device).is_ok();
+    let longer = default_segment(problem, device, |segment| with(segment).filter(legal));
+    let better = |c: &StrategyConfig| {
+        c.segment() == Some(0) || segment < 256 && c.segment() > chosen.segment()
+    };
+    longer.filter(better).unwrap_or(chosen)
 }
 
 /// One config for every way a strategy's kernels can agree (chunk_size and layout, or segment): the starting points of a search,

@@ -232,6 +232,29 @@ impl StrategyConfig {
         }
     }
 
+    /// The same with segments of another length; a strategy without segments as it is.
+    pub fn with_segment(mut self, segment: u32) -> StrategyConfig {
+        match &mut self {
+            StrategyConfig::ThreeKernel(_) | StrategyConfig::Sm90Cluster(_) => {}
+            StrategyConfig::Sm90Fused(c) => {
+                c.segment_state.segment = segment;
+                c.segment_scan.segment = segment;
+                c.fused_forward.segment = segment;
+            }
+            StrategyConfig::Sm90SwapFused(c) => {
+                c.segment_state.segment = segment;
+                c.segment_scan.segment = segment;
+                c.fused_forward.segment = segment;
+            }
+            StrategyConfig::Sm90SplitFused(c) => {
+                c.segment_state.segment = segment;
+                c.segment_scan.segment = segment;
+                c.fused_forward.segment = segment;
+            }
+        }
+        self
+    }
+
     /// The kernels in launch order, with their configs.
     pub fn kernels(&self) -> Vec<KernelConfig> {
         match self {

@@ -158,7 +158,8 @@ impl Ladder {
         }
         if matches!(self.mode, Mode::Replay | Mode::Tune) {
             let check = |record: &Record| validate::check_strategy(record, problem, device);
-            if let Some(answer) = self.find(key, true, kernels_of, check, &mut warnings) {
+            let near = |record: &Record| validate::transfer_strategy(record, problem, device);
+            if let Some(answer) = self.find(key, true, kernels_of, check, near, &mut warnings) {
                 return Ok(answer);
             }
         }
@@ -180,7 +181,8 @@ impl Ladder {
         let mut warnings = Vec::new();
         let key = TuneKey::forward(problem, device);
         let check = |record: &Record| validate::check_strategy(record, problem, device);
-        match self.find(&key, false, kernels_of, check, &mut warnings) {
+        let near = |record: &Record| validate::transfer_strategy(record, problem, device);
+        match self.find(&key, false, kernels_of, check, near, &mut warnings) {
             Some(answer) => Ok(answer),
             None => Ok(plain(
                 rules::default_strategy(problem, device)?,
@@ -204,7 +206,7 @@ impl Ladder {
         let mut warnings = Vec::new();
         let key = TuneKey::step(problem, device);
         let check = |record: &Record| validate::check_step(record, problem, device);
-        match self.find(&key, false, step_kernels, check, &mut warnings) {
+        match self.find(&key, false, step_kernels, check, check, &mut warnings) {
             Some(answer) => Ok(answer),
             None => Ok(plain(
                 rules::default_step(problem, device)?,
@@ -238,7 +240,7 @@ impl Ladder {
         let mut found = None;
         if matches!(self.mode, Mode::Replay | Mode::Tune) {
             let check = |record: &Record| validate::check_step(record, problem, device);
-            found = self.find(&key, true, step_kernels, check, &mut warnings);
+            found = self.find(&key, true, step_kernels, check, check, &mut warnings);
         }
         let answer = match found {
             Some(answer) => answer,
@@ -253,13 +255,14 @@ impl Ladder {
     }
 
     /// The best record for `key`: exact and fresh in order of the tiers, exact and stale (both only if `exact`), nearest, other
-    /// GPUs.
+    /// GPUs. `check` and `check_near` say what config a record of this very key, or of another, means here.
     fn find<C>(
         &self,
         key: &TuneKey,
         exact: bool,
         kernels: impl Fn(&C) -> Vec<Kernel>,
         check: impl Fn(&Record) -> Result<C>,
+        check_near: impl Fn(&Record) -> Result<C>,
         warnings: &mut Vec<String>,
     ) -> Option<Answer<C>> {
         let local = self.local.read().unwrap_or_else(PoisonError::into_inner);
@@ -282,7 +285,14 @@ impl Ladder {
             |source: &dyn Source, tier, at: &TuneKey, distance: f64, warnings: &mut Vec<String>| {
                 let legal = source.get(at).and_then(|found| {
                     found
-                        .map(|record| check(&record).map(|c| (c, record)))
+                        .map(|record| {
+                            let config = if at == key {
+                                check(&record)
+                            } else {
+                                check_near(&record)
+                            };
+                            config.map(|c| (c, record))
+                        })
                         .transpose()
                 });
                 match legal {

@@ -29,7 +29,43 @@ pub fn check_strategy(
     problem: &Problem,
     device: &DeviceFacts,
 ) -> Result<StrategyConfig> {
+    check_config(record, record.strategy()?, problem, device)
+}
+
+/// What the forward record of another, similar problem says of this one. Segment lengths do not transfer, since they share out one number of
+/// tokens among the multiprocessors: they are the default's. Nor do strategies, whose crossings lie somewhere between sizes. So a record
+/// counts only where its strategy is this problem's default anyway, and its own parameters were measured to be worth something; else the
+/// default is the better guess, and what is returned.
+///
+/// # Errors
+/// As [`check_strategy`].
+pub fn transfer_strategy(
+    record: &Record,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Result<StrategyConfig> {
     let config = record.strategy()?;
+    let default = rules::default_strategy(problem, device).map_err(|e| refused(record, e))?;
+    let evidence = &record.evidence;
+    // A record without its default's time was not made by this tuner; it is taken at its word.
+    let gain = evidence
+        .default_median_us
+        .is_none_or(|us| us > evidence.median_us * NEAR_GAIN);
+    let adapted = (gain && config.name() == default.name())
+        .then(|| rules::with_default_segment(&config, problem, device))
+        .flatten();
+    check_config(record, adapted.unwrap_or(default), problem, device)
+}
+
+/// Speedup over its own default from which a record's parameters are worth taking elsewhere: beyond noise and what a segment can shift.
+const NEAR_GAIN: f64 = 1.05;
+
+fn check_config(
+    record: &Record,
+    config: StrategyConfig,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Result<StrategyConfig> {
     problem.check().map_err(|e| refused(record, e))?;
     let p = |n: usize| n as u128;
     let tokens = p(problem.batch) * p(problem.seqlen) * p(problem.nheads) * p(problem.headdim);

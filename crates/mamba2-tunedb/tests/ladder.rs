@@ -3,9 +3,12 @@
 
 mod common;
 
-use common::{block_h, config, database, device, problem, record};
-use mamba2_spec::StepProblem;
+use common::{
+    block_h, config, config_f32, database, device, evidence, problem, problem_f32, record,
+    record_f32,
+};
 use mamba2_spec::parameters::StateUpdate;
+use mamba2_spec::{StepProblem, StrategyConfig, rules};
 use mamba2_tunedb::{
     Committed, DEFAULT_WAIT, Evidence, Ladder, Mode, Record, Shipped, Tier, write_text,
 };
@@ -35,10 +38,11 @@ fn a_commit_is_seen_by_the_next_process_as_local() {
 #[test]
 fn tiers_speak_in_the_order_of_the_design() {
     let (_dir, cache, db) = database();
-    db.commit(&[record(4, 4096, 8)], &[], DEFAULT_WAIT).unwrap();
+    db.commit(&[record_f32(4, 4096, 8)], &[], DEFAULT_WAIT)
+        .unwrap();
     let build = |with_cache: bool, mode: Mode| {
         let builder = Ladder::builder()
-            .shipped(shipped(vec![record(4, 4096, 2), record(1, 512, 2)]))
+            .shipped(shipped(vec![record_f32(4, 4096, 2), record_f32(1, 512, 2)]))
             .mode(mode);
         if with_cache {
             builder.cache(&cache).build()
@@ -47,7 +51,7 @@ fn tiers_speak_in_the_order_of_the_design() {
         }
     };
     let of = |ladder: &Ladder, b, l| {
-        let answer = ladder.look_up(&problem(b, l), &device()).unwrap();
+        let answer = ladder.look_up(&problem_f32(b, l), &device()).unwrap();
         (
             answer.tier,
             if answer.tier == Tier::Default {
@@ -70,7 +74,7 @@ fn tiers_speak_in_the_order_of_the_design() {
     );
     assert_eq!(
         of(
-            &build(true, Mode::Pinned(config(&problem(4, 4096), 4))),
+            &build(true, Mode::Pinned(config_f32(&problem_f32(4, 4096), 4))),
             4,
             4096
         ),
@@ -78,10 +82,54 @@ fn tiers_speak_in_the_order_of_the_design() {
     );
     let pinned = Ladder::builder()
         .cache(&cache)
-        .pin(&problem(4, 4096), &device(), config(&problem(4, 4096), 1))
+        .pin(
+            &problem_f32(4, 4096),
+            &device(),
+            config_f32(&problem_f32(4, 4096), 1),
+        )
         .build();
     assert_eq!(of(&pinned, 4, 4096), (Tier::Override, 1));
     assert_eq!(of(&pinned, 4, 8192), (Tier::LocalNearest, 8));
+}
+
+/// A record says something of another length only if its parameters were worth something, and never how long a segment is there.
+#[test]
+fn a_near_record_lends_its_parameters_and_not_its_segments() {
+    let bf16 = |seqlen| mamba2_spec::Problem::new(4, seqlen, 8, 64, 1, 128);
+    let default = |seqlen| rules::default_strategy(&bf16(seqlen), &device()).unwrap();
+    let near = |stages: u32, gain: f64| {
+        let StrategyConfig::Sm90Fused(mut tuned) = default(16384) else {
+            panic!("expected the fused strategy, got {}", default(16384));
+        };
+        tuned.fused_forward.stages = stages;
+        let mut evidence = evidence(100.0, 1_700_000_000);
+        evidence.default_median_us = Some(100.0 * gain);
+        let tuned = StrategyConfig::Sm90Fused(tuned);
+        let record = Record::forward(&bf16(16384), &device(), &tuned, evidence);
+        let ladder = Ladder::builder().shipped(shipped(vec![record])).build();
+        let answer = ladder.look_up(&bf16(8192), &device()).unwrap();
+        assert_eq!(answer.tier, Tier::ShippedNearest);
+        answer.config
+    };
+    assert_ne!(default(16384).segment(), default(8192).segment());
+    let StrategyConfig::Sm90Fused(lent) = near(2, 1.5) else {
+        panic!("expected the record's strategy");
+    };
+    assert_eq!(lent.fused_forward.stages, 2);
+    assert_eq!(Some(lent.fused_forward.segment), default(8192).segment());
+    assert_eq!(near(2, 1.01), default(8192));
+    // Another strategy's record says nothing: where the two cross is not known.
+    let elsewhere =
+        StrategyConfig::ThreeKernel(rules::default_three_kernel(&bf16(16384), &device()).unwrap());
+    let record = Record::forward(
+        &bf16(16384),
+        &device(),
+        &elsewhere,
+        evidence(100.0, 1_700_000_000),
+    );
+    let ladder = Ladder::builder().shipped(shipped(vec![record])).build();
+    let answer = ladder.look_up(&bf16(8192), &device()).unwrap();
+    assert_eq!(answer.config, default(8192));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What the tests of this crate share.
 #![allow(dead_code)] // each test binary uses its part
 
-use mamba2_spec::{Arch, DeviceFacts, Problem, StrategyConfig, ThreeKernelConfig, rules};
+use mamba2_spec::{Arch, DeviceFacts, Dtype, Problem, StrategyConfig, ThreeKernelConfig, rules};
 use mamba2_tunedb::{CacheDir, Evidence, LocalDb, Provenance, Record};
 
 /// An H200 as this project sees it.
@@ -12,6 +12,28 @@ pub fn device() -> DeviceFacts {
 /// The headline problem at `batch` and `seqlen`.
 pub fn problem(batch: usize, seqlen: usize) -> Problem {
     Problem::new(batch, seqlen, 8, 64, 1, 128)
+}
+
+/// The same in float32, whose default strategy is the three kernels.
+pub fn problem_f32(batch: usize, seqlen: usize) -> Problem {
+    let mut problem = problem(batch, seqlen);
+    problem.dtype = Dtype::F32;
+    problem.dt_dtype = Dtype::F32;
+    problem
+}
+
+/// A record for `problem_f32(batch, seqlen)`: its default with `block_h` heads per block of chunk_cumsum.
+pub fn record_f32(batch: usize, seqlen: usize, block_h: u32) -> Record {
+    let problem = problem_f32(batch, seqlen);
+    let config = config_f32(&problem, block_h);
+    Record::forward(&problem, &device(), &config, evidence(100.0, 1_700_000_000))
+}
+
+/// A legal config of a float32 problem.
+pub fn config_f32(problem: &Problem, block_h: u32) -> StrategyConfig {
+    let mut config = rules::default_three_kernel(problem, &device()).unwrap();
+    config.chunk_cumsum.block_h = block_h;
+    StrategyConfig::ThreeKernel(config)
 }
 
 /// A legal three-kernel config: the table's defaults with `block_h` heads per block of chunk_cumsum.
