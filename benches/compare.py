@@ -284,6 +284,7 @@ def main():
     text += other_tables(results)
     print(text)
     if args.out:
+        os.makedirs(args.out, exist_ok=True)
         charts = {
             "chart.svg": limit_chart(results.forward, of_forward),
             "sweep.svg": sweep_chart(results.forward, of_forward),

@@ -62,12 +62,13 @@ struct Item {
   int j_tiles;  // 64-token tiles at or below the block's last row
 };
 
-__device__ __forceinline__ Item locate_item(const ForwardArgs& args, unsigned work) {
+// 64-bit work items, unlike elsewhere: with 32 bits ptxas wants a register or two more, and spills where they are all taken.
+__device__ __forceinline__ Item locate_item(const ForwardArgs& args, int64 work) {
   Item item;
   item.row0 = static_cast<int>(work % ROW_BLOCKS) * ROWS;
   item.p0 = static_cast<int>(work / ROW_BLOCKS % P_TILES) * BLOCK_HEAD;
-  const unsigned head_blocks = args.nheads / BLOCK_H;
-  const unsigned slot_head = work / (ROW_BLOCKS * P_TILES);
+  const int head_blocks = args.nheads / BLOCK_H;
+  const int64 slot_head = work / (ROW_BLOCKS * P_TILES);
   item.head0 = static_cast<int>(slot_head % head_blocks) * BLOCK_H;
   item.slot = static_cast<int>(slot_head / head_blocks);
   item.chunk = locate_chunk(args, item.slot);
@@ -243,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) compute_out(con
   const float* g_tile = reinterpret_cast<const float*>(smem + G_OFFSET);
   const float* dt_tile = reinterpret_cast<const float*>(smem + DT_OFFSET);
 
-  for (unsigned work = blockIdx.x; work < args.work_items; work += gridDim.x) {
+  for (int64 work = blockIdx.x; work < args.work_items; work += gridDim.x) {
     const Item item = locate_item(args, work);
     if (item.row0 >= item.chunk.tokens) continue;  // the same for the whole block
     Producer producer(args, item, smem);

@@ -125,6 +125,13 @@ pub fn backend_name(engine: &Engine) -> &'static str {
     }
 }
 
+/// Says on standard error why configs were passed over, such as a pinned one that is not legal here.
+pub fn warn_of_choice<C>(choice: &Choice<C>) {
+    for warning in &choice.warnings {
+        eprintln!("mamba2: {warning}");
+    }
+}
+
 /// Where the config came from, for people; empty on the CPU.
 pub fn describe_choice<C>(choice: &Choice<C>) -> String {
     match choice.tier {

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::case::{ForwardCase, output_views};
 use crate::check::{Check, Compared};
 use crate::cli::{DemoArgs, RunArgs};
-use crate::engine::{backend_name, choice_json, describe, describe_choice, open};
+use crate::engine::{backend_name, choice_json, describe, describe_choice, open, warn_of_choice};
 use crate::error::CliError;
 use crate::every_config;
 use crate::host::OwnedTensor;
@@ -145,6 +145,7 @@ fn check(case: &ForwardCase, outputs: &ForwardOutputs<OwnedTensor>) -> Check {
 
 fn report_text(engine: &Engine, case: &ForwardCase, done: &Done, check: Option<&Check>) -> String {
     let mut text = format!("{}\non {}", case.problem, describe(engine));
+    warn_of_choice(done.plan.choice());
     let choice = describe_choice(done.plan.choice());
     if !choice.is_empty() {
         text += &format!("; {choice}");

@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::case::{StepCase, step_output_views};
 use crate::check::{Check, Compared};
 use crate::cli::StepArgs;
-use crate::engine::{backend_name, choice_json, describe, describe_choice, open};
+use crate::engine::{backend_name, choice_json, describe, describe_choice, open, warn_of_choice};
 use crate::error::CliError;
 use crate::host::OwnedTensor;
 use crate::print;
@@ -48,6 +48,7 @@ pub fn run(args: &StepArgs) -> Result<(), CliError> {
         }))?;
     } else {
         let mut text = format!("{}\non {}", case.problem, describe(&engine));
+        warn_of_choice(plan.choice());
         let choice = describe_choice(plan.choice());
         if !choice.is_empty() {
             text += &format!("; {choice}");

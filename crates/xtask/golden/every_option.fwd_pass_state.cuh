@@ -25,4 +25,4 @@ constexpr int SWAP_AB = 0; // tuned, flag
 constexpr int STAGES = 4; // tuned, tiles
 constexpr int WARPS = 4; // tuned, warps
 constexpr int THREADS = 128; // threads per block
-constexpr int SMEM_BYTES = 63488; // dynamic shared memory of a block
+constexpr int SMEM_BYTES = 58432; // dynamic shared memory of a block

@@ -21,4 +21,4 @@ constexpr int HEADS = 1; // tuned, heads
 constexpr int WARPGROUPS = 2; // tuned, warpgroups
 constexpr int STAGES = 3; // tuned, chunks
 constexpr int THREADS = 512; // threads per block
-constexpr int SMEM_BYTES = 190464; // dynamic shared memory of a block
+constexpr int SMEM_BYTES = 223232; // dynamic shared memory of a block

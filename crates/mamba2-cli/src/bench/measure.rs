@@ -13,7 +13,7 @@ use mamba2_tuner::gpu::{Placement, place};
 use serde_json::Value;
 
 use crate::case::{ForwardCase, StepCase, output_views, step_output_views};
-use crate::engine::choice_json;
+use crate::engine::{choice_json, warn_of_choice};
 use crate::error::CliError;
 
 /// On the CPU a shape takes at most about this long, but has at least three samples.
@@ -35,8 +35,16 @@ impl Planned {
     /// Looks up, compiles and loads.
     pub fn new(engine: &Engine, target: &Target) -> Result<Planned, CliError> {
         Ok(match target {
-            Target::Forward(problem) => Planned::Forward(engine.plan(problem)?.into()),
-            Target::Step(problem) => Planned::Step(engine.step_plan(problem)?.into()),
+            Target::Forward(problem) => {
+                let plan = engine.plan(problem)?;
+                warn_of_choice(plan.choice());
+                Planned::Forward(plan.into())
+            }
+            Target::Step(problem) => {
+                let plan = engine.step_plan(problem)?;
+                warn_of_choice(plan.choice());
+                Planned::Step(plan.into())
+            }
         })
     }
 
