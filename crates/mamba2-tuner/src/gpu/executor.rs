@@ -61,7 +61,7 @@ enum Real {
 
 /// A candidate, loaded.
 enum Loaded {
-    Forward(LoadedForward),
+    Forward(Box<LoadedForward>),
     Step(LoadedStep),
 }
 
@@ -180,9 +180,9 @@ impl GpuExecutor {
 
     fn load_now(&self, target: &Target, candidate: &Candidate) -> Result<Loaded, Failure> {
         let loaded = match (target, candidate) {
-            (Target::Forward(problem), Candidate::Strategy(within)) => {
-                self.load_forward(problem, within).map(Loaded::Forward)
-            }
+            (Target::Forward(problem), Candidate::Strategy(within)) => self
+                .load_forward(problem, within)
+                .map(|l| Loaded::Forward(l.into())),
             (Target::Step(problem), Candidate::Step(config)) => {
                 self.load_step(problem, config).map(Loaded::Step)
             }
