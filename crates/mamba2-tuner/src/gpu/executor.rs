@@ -62,7 +62,7 @@ enum Real {
 /// A candidate, loaded.
 enum Loaded {
     Forward(Box<LoadedForward>),
-    Step(LoadedStep),
+    Step(Box<LoadedStep>),
 }
 
 impl GpuExecutor {
@@ -183,9 +183,9 @@ impl GpuExecutor {
             (Target::Forward(problem), Candidate::Strategy(within)) => self
                 .load_forward(problem, within)
                 .map(|l| Loaded::Forward(l.into())),
-            (Target::Step(problem), Candidate::Step(config)) => {
-                self.load_step(problem, config).map(Loaded::Step)
-            }
+            (Target::Step(problem), Candidate::Step(config)) => self
+                .load_step(problem, config)
+                .map(|l| Loaded::Step(l.into())),
             _ => {
                 return Err(Failure::new(
                     FailureKind::Launch,
