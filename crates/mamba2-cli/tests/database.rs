@@ -20,7 +20,8 @@ fn record(shape: &str, median_us: f64) -> Record {
     Record::forward(&problem, &device, &config, evidence)
 }
 
-const SHAPE: &str = "b=1,l=4096,h=80,p=64,g=1,n=128";
+/// None of those whose records are shipped, nor near one.
+const SHAPE: &str = "b=1,l=4096,h=72,p=64,g=1,n=128";
 
 #[test]
 fn imported_records_are_listed_explained_exported_and_the_same() {

@@ -12,7 +12,7 @@ use common::{Bench, Done};
 use mamba2_cuda::{
     CompileOptions, Compiled, Cubin, CubinCache, KernelIdentity, KernelKey, NvrtcVersion,
 };
-use mamba2_spec::{Kernel, Problem};
+use mamba2_spec::{Kernel, Problem, StrategyConfig};
 use mamba2_tunedb::{CacheDir, LocalDb, Snapshot, TuneKey};
 use mamba2_tuner::Executor;
 use mamba2_tuner::fake::{Act, FakeExecutor, Rule, Script};
@@ -349,15 +349,29 @@ fn p1_a_second_process_measures_nothing_and_p6_held_out_shapes_are_told_with_the
     assert_eq!(counts["stored"], counts["candidates"]);
     let before = snapshot(&bench.path("cache")).unwrap();
 
-    // What the nearest match gives, measured beside the default.
+    // What the nearest match gives, measured beside the default: the record's parameters with segments of this length.
     let near = "b=1,l=1500,h=2,p=32,g=1,n=32";
-    let held = tune(
+    let lent = db(
         &bench,
         "cache",
-        &script(0),
-        &["--shape", near, "--hold-out", "--json"],
-    );
-    let held = report(&held.ok());
+        &["explain", "--arch", "90", "--shape", near, "--json"],
+    )
+    .ok();
+    let lent: Value = serde_json::from_str(&lent.stdout).unwrap();
+    let lent: StrategyConfig = serde_json::from_value(lent["config"].clone()).unwrap();
+    let takes = |us: f64| {
+        let mut script = script(0);
+        script.rules.insert(
+            0,
+            Rule {
+                matches: lent.to_string(),
+                act: Act::Takes(us),
+            },
+        );
+        script
+    };
+    let arguments = ["--shape", near, "--hold-out", "--json"];
+    let held = report(&tune(&bench, "cache", &takes(1.0), &arguments).ok());
     assert_eq!(held["shapes"][0]["verdict"], "faster", "{held}");
     let explained = db(
         &bench,
@@ -375,22 +389,12 @@ fn p1_a_second_process_measures_nothing_and_p6_held_out_shapes_are_told_with_the
     assert_eq!(before.digest(), after.digest(), "the check stores nothing");
 
     // Where it loses, the command says so with exit code 1.
-    let config = before
-        .records()
-        .next()
-        .unwrap()
-        .unwrap()
-        .strategy()
-        .unwrap();
-    let mut slow = script(0);
-    slow.rules.insert(
-        0,
-        Rule {
-            matches: config.to_string(),
-            act: Act::Takes(1e4),
-        },
+    let lost = tune(
+        &bench,
+        "cache",
+        &takes(1e4),
+        &["--shape", near, "--hold-out"],
     );
-    let lost = tune(&bench, "cache", &slow, &["--shape", near, "--hold-out"]);
     assert_eq!(lost.code, 1, "{lost:?}");
     assert!(
         lost.stdout.contains("SLOWER") && lost.stderr.contains("1 of 1 shapes"),

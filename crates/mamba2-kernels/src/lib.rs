@@ -163,7 +163,7 @@ impl Tool {
         Tool::Compare(Dtype::Bf16),
         Tool::Compare(Dtype::F16),
         Tool::Compare(Dtype::F32),
-        Tool::Nothing(896),
+        Tool::Nothing(1024),
     ];
     /// Threads of a block.
     pub const THREADS: u32 = 256;
@@ -450,7 +450,8 @@ mod tests {
                 for kernel in strategy.kernels().iter().skip(1) {
                     let (file, text) = entry_file(kernel.kernel());
                     assert!(
-                        text.contains("griddepcontrol_wait") || text.contains("wait_for_states"),
+                        text.contains("griddepcontrol_wait")
+                            || text.contains("wait_for_states") && text.contains("wait_at_the_end"),
                         "{file} does not wait for the kernel before it"
                     );
                     seen += 1;

@@ -1009,7 +1009,7 @@ pub fn with_default_segment(
     }
 }
 
-/// One warpgroup a block in place of two, where the blocks then fill the GPU without a split of the sequences (no pass over x and B to sum
+/// One warpgroup a block in place of two, where the blocks then fill the GPU once without a split of the sequences (no pass over x and B to sum
 /// segments: b=1, l=8192, 128 heads on an H200 145 us against 182), or where segments of less than 256 tokens become longer (they spend
 /// their time on starting up: b=4, l=1024, 8 heads 19.7 us against 24.6).
 fn with_longer_segments(
@@ -1024,7 +1024,16 @@ fn with_longer_segments(
     let legal = |config: &StrategyConfig| check_strategy(config, problem, device).is_ok();
     let longer = default_segment(problem, device, |segment| with(segment).filter(legal));
     let better = |c: &StrategyConfig| {
-        c.segment() == Some(0) || segment < 256 && c.segment() > chosen.segment()
+        // A second wave of whole sequences would cost more than the pass saved; packed ones are of any length.
+        let blocks = |c: &StrategyConfig| {
+            let forward = c.kernels().pop().expect("a strategy should have kernels");
+            kernel_launch(&forward, problem, device).work_items
+        };
+        let one_wave = problem.packed.is_none() && blocks(c) <= u64::from(device.sm_count);
+        match c.segment() {
+            Some(0) => one_wave,
+            other => segment < 256 && other > chosen.segment(),
+        }
     };
     longer.filter(better).unwrap_or(chosen)
 }

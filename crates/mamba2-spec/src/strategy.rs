@@ -129,7 +129,8 @@ pub struct ThreeKernelConfig {
     pub compute_out: ComputeOut,
 }
 
-/// Configs of the fused Hopper forward. `segment` agrees (rule S01); with `segment` 0 only the last kernel is launched.
+/// Configs of the fused Hopper forward. `segment` agrees (rule S01); with `segment` 0 only the last kernel is launched, with few segments
+/// not the second.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]

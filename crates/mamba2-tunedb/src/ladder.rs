@@ -206,7 +206,14 @@ impl Ladder {
         let mut warnings = Vec::new();
         let key = TuneKey::step(problem, device);
         let check = |record: &Record| validate::check_step(record, problem, device);
-        match self.find(&key, false, step_kernels, check, check, &mut warnings) {
+        match self.find(
+            &key,
+            false,
+            step_kernels,
+            check,
+            |r| check(r).map(Some),
+            &mut warnings,
+        ) {
             Some(answer) => Ok(answer),
             None => Ok(plain(
                 rules::default_step(problem, device)?,
@@ -240,7 +247,14 @@ impl Ladder {
         let mut found = None;
         if matches!(self.mode, Mode::Replay | Mode::Tune) {
             let check = |record: &Record| validate::check_step(record, problem, device);
-            found = self.find(&key, true, step_kernels, check, check, &mut warnings);
+            found = self.find(
+                &key,
+                true,
+                step_kernels,
+                check,
+                |r| check(r).map(Some),
+                &mut warnings,
+            );
         }
         let answer = match found {
             Some(answer) => answer,
@@ -255,14 +269,15 @@ impl Ladder {
     }
 
     /// The best record for `key`: exact and fresh in order of the tiers, exact and stale (both only if `exact`), nearest, other
-    /// GPUs. `check` and `check_near` say what config a record of this very key, or of another, means here.
+    /// GPUs. `check` and `check_near` say what config a record of this very key, or of another, means here, if
+    /// anything.
     fn find<C>(
         &self,
         key: &TuneKey,
         exact: bool,
-        kernels: impl Fn(&C) -> Vec<Kernel>,
+        kernels: impl Fn(&Record) -> Vec<Kernel>,
         check: impl Fn(&Record) -> Result<C>,
-        check_near: impl Fn(&Record) -> Result<C>,
+        check_near: impl Fn(&Record) -> Result<Option<C>>,
         warnings: &mut Vec<String>,
     ) -> Option<Answer<C>> {
         let local = self.local.read().unwrap_or_else(PoisonError::into_inner);
@@ -283,23 +298,16 @@ impl Ladder {
 
         let usable =
             |source: &dyn Source, tier, at: &TuneKey, distance: f64, warnings: &mut Vec<String>| {
-                let legal = source.get(at).and_then(|found| {
-                    found
-                        .map(|record| {
-                            let config = if at == key {
-                                check(&record)
-                            } else {
-                                check_near(&record)
-                            };
-                            config.map(|c| (c, record))
-                        })
-                        .transpose()
+                let legal = source.get(at).and_then(|found| match found {
+                    Some(record) if at == key => Ok(Some((check(&record)?, record))),
+                    Some(record) => Ok(check_near(&record)?.map(|config| (config, record))),
+                    None => Ok(None),
                 });
                 match legal {
                     Ok(found) => found.map(|(config, record)| {
                         let stale = self.templates.as_ref().is_some_and(|today| {
                             let of = |kernel| today[place(kernel)].clone();
-                            let now = joint_template_digest(kernels(&config).into_iter().map(of));
+                            let now = joint_template_digest(kernels(&record).into_iter().map(of));
                             now != record.evidence.built_with.template_digest
                         });
                         Found {
@@ -407,8 +415,10 @@ impl Ladder {
     }
 }
 
-fn kernels_of(config: &StrategyConfig) -> Vec<Kernel> {
-    config.kernels().iter().map(|k| k.kernel()).collect()
+/// The kernels that a forward record was measured with.
+fn kernels_of(record: &Record) -> Vec<Kernel> {
+    let kernels = record.strategy().map(|config| config.kernels());
+    kernels.map_or_else(|_| Vec::new(), |k| k.iter().map(|k| k.kernel()).collect())
 }
 
 fn place(kernel: Kernel) -> usize {
@@ -418,7 +428,7 @@ fn place(kernel: Kernel) -> usize {
         .expect("ALL should hold every kernel")
 }
 
-fn step_kernels(_: &StateUpdate) -> Vec<Kernel> {
+fn step_kernels(_: &Record) -> Vec<Kernel> {
     vec![Kernel::StateUpdate]
 }
 

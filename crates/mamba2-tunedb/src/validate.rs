@@ -29,13 +29,15 @@ pub fn check_strategy(
     problem: &Problem,
     device: &DeviceFacts,
 ) -> Result<StrategyConfig> {
-    check_config(record, record.strategy()?, problem, device)
+    let config = record.strategy()?;
+    check_config(record, &config, problem, device)?;
+    Ok(config)
 }
 
 /// What the forward record of another, similar problem says of this one. Segment lengths do not transfer, since they share out one number of
 /// tokens among the multiprocessors: they are the default's. Nor do strategies, whose crossings lie somewhere between sizes. So a record
-/// counts only where its strategy is this problem's default anyway, and its own parameters were measured to be worth something; else the
-/// default is the better guess, and what is returned.
+/// counts only where its strategy is this problem's default anyway, and its own parameters were measured to be worth something; `None` if it
+/// says nothing here.
 ///
 /// # Errors
 /// As [`check_strategy`].
@@ -43,7 +45,7 @@ pub fn transfer_strategy(
     record: &Record,
     problem: &Problem,
     device: &DeviceFacts,
-) -> Result<StrategyConfig> {
+) -> Result<Option<StrategyConfig>> {
     let config = record.strategy()?;
     let default = rules::default_strategy(problem, device).map_err(|e| refused(record, e))?;
     let evidence = &record.evidence;
@@ -54,7 +56,10 @@ pub fn transfer_strategy(
     let adapted = (gain && config.name() == default.name())
         .then(|| rules::with_default_segment(&config, problem, device))
         .flatten();
-    check_config(record, adapted.unwrap_or(default), problem, device)
+    if let Some(config) = &adapted {
+        check_config(record, config, problem, device)?;
+    }
+    Ok(adapted)
 }
 
 /// Speedup over its own default from which a record's parameters are worth taking elsewhere: beyond noise and what a segment can shift.
@@ -62,10 +67,10 @@ const NEAR_GAIN: f64 = 1.05;
 
 fn check_config(
     record: &Record,
-    config: StrategyConfig,
+    config: &StrategyConfig,
     problem: &Problem,
     device: &DeviceFacts,
-) -> Result<StrategyConfig> {
+) -> Result<()> {
     problem.check().map_err(|e| refused(record, e))?;
     let p = |n: usize| n as u128;
     let tokens = p(problem.batch) * p(problem.seqlen) * p(problem.nheads) * p(problem.headdim);
@@ -80,15 +85,15 @@ fn check_config(
             ),
         ));
     }
-    rules::check_strategy(&config, problem, device).map_err(|e| refused(record, e))?;
-    let workspace = launch::plan(&config, problem, device).workspace.total_bytes;
+    rules::check_strategy(config, problem, device).map_err(|e| refused(record, e))?;
+    let workspace = launch::plan(config, problem, device).workspace.total_bytes;
     if workspace > MAX_WORKSPACE_BYTES {
         return Err(refused(
             record,
             format!("expected a workspace of at most {MAX_WORKSPACE_BYTES} bytes, got {workspace}"),
         ));
     }
-    Ok(config)
+    Ok(())
 }
 
 /// The config of a step record, if it is legal for `problem` on `device`.

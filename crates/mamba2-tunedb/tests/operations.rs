@@ -50,7 +50,7 @@ fn exported_text_is_sorted_one_record_a_line_and_comes_back_the_same() {
     .unwrap();
     let (texts, faults) = ops::export(&ops::list(&db).unwrap()).unwrap();
     assert_eq!((texts.len(), faults), (1, vec![]));
-    let text = &texts["sm90-132sm.json"];
+    let text = &texts["sm80-108sm.json"];
     let parsed: serde_json::Value =
         serde_json::from_str(text).expect("the text should be JSON as a whole");
     assert_eq!(parsed["records"].as_array().unwrap().len(), 3);

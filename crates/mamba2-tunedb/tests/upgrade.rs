@@ -102,7 +102,7 @@ fn t7_metadata_of_a_newer_program_is_kept_and_blocks_nothing() {
     let text = ops::export(&ops::list(&db).unwrap())
         .unwrap()
         .0
-        .remove("sm90-132sm.json")
+        .remove("sm80-108sm.json")
         .unwrap();
     assert!(
         text.contains(r#""power_limit_w":{"a":[700],"z":1}"#),

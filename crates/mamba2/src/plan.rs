@@ -85,7 +85,7 @@ impl Plan {
     /// Tensors have the shapes and dtypes of [`Problem`]. If the problem promises 16-byte alignment and these tensors do not have
     /// it, the call takes the other path of the plan. `workspace` has [`Plan::workspace_bytes`] and belongs to the call
     /// until its work is done. Offsets in a device-side cu_seqlens are not looked at: check them where they are made, with
-    /// [`mamba2_spec::check_cu_seqlens`].
+    /// [`mamba2_spec::check_cu_seqlens`]. No output may share memory with an input or with another output: kernels of one call overlap.
     ///
     /// # Errors
     /// [`Error::NotOnDevice`] on the CPU backend, [`Error::Cuda`] for a tensor or workspace that does not fit; nothing was enqueued.

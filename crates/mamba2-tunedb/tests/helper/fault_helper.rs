@@ -48,11 +48,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 fn device() -> DeviceFacts {
-    DeviceFacts::assumed(Arch(90))
+    DeviceFacts::assumed(Arch(80))
 }
 
 fn problem(i: usize) -> Problem {
-    Problem::new(i, 4096, 8, 64, 1, 128)
+    Problem::new(i, 4096, 8, 64, 1, 96)
 }
 
 fn commit(cache: &CacheDir, i: usize) -> Result<(), Box<dyn std::error::Error>> {
