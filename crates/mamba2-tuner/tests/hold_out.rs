@@ -6,8 +6,8 @@ use mamba2_tunedb::{CacheDir, Ladder, LocalDb};
 use mamba2_tuner::fake::{Act, FakeExecutor, Rule, Script};
 use mamba2_tuner::space::Space;
 use mamba2_tuner::{
-    Candidate, DbSink, Executor, FailureKind, HoldOutReport, Policy, Shard, Silent, Target,
-    Verdict, run_hold_out, tune_target,
+    DbSink, Executor, FailureKind, HoldOutReport, Policy, Shard, Silent, Target, Verdict,
+    run_hold_out, tune_target,
 };
 
 fn shape(l: usize) -> Target {
@@ -17,8 +17,6 @@ fn shape(l: usize) -> Target {
 /// A database with one tuned shape of 1024 tokens.
 struct Tuned {
     directory: tempfile::TempDir,
-    /// What was chosen for it.
-    chosen: Candidate,
 }
 
 /// What a forward pass of that shape lends to one of 1500 tokens.
@@ -50,7 +48,7 @@ impl Tuned {
             Space::default_of(target, executor.device()).unwrap(),
             "the script should favour another config than the default"
         );
-        Tuned { directory, chosen }
+        Tuned { directory }
     }
 
     fn ladder(&self) -> Ladder {
