@@ -135,6 +135,7 @@ impl LoadedStep {
                 .launch(stream, &self.kernel.launch, &args, None::<&()>, false)
         }
     }
+
     /// True if the kernel may load whole vectors of the state, of B and of C.
     fn rows_start_on_vectors(
         &self,

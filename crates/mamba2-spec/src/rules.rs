@@ -734,14 +734,7 @@ pub fn default_strategy(
         default_segment(problem, device, |segment| {
             sm90_fused_for(problem, device, segment).map(StrategyConfig::Sm90Fused)
         })
-        .map(|chosen| {
-            with_longer_segments(problem, device, chosen, |segment| {
-                let mut config = sm90_fused_for(problem, device, segment)?;
-                config.segment_state.warpgroups = 1;
-                config.fused_forward.warpgroups = 1;
-                Some(StrategyConfig::Sm90Fused(config))
-            })
-        })
+        .map(|chosen| with_longer_segments(problem, device, chosen))
     };
     let split = || {
         default_segment(problem, device, |segment| {
@@ -752,14 +745,7 @@ pub fn default_strategy(
         default_segment(problem, device, |segment| {
             sm90_swap_fused_for(problem, device, segment).map(StrategyConfig::Sm90SwapFused)
         })
-        .map(|chosen| {
-            with_longer_segments(problem, device, chosen, |segment| {
-                let mut config = sm90_swap_fused_for(problem, device, segment)?;
-                config.segment_state.warpgroups = 1;
-                config.fused_forward.warpgroups = 1;
-                Some(StrategyConfig::Sm90SwapFused(config))
-            })
-        })
+        .map(|chosen| with_longer_segments(problem, device, chosen))
     };
     // Tiles of 64 that pad headdim by more than a third are worse than transposed states, which pad it to a multiple of 16.
     let tiles_fit = 3 * problem.headdim.next_multiple_of(64) <= 4 * problem.headdim;
@@ -968,6 +954,17 @@ fn sm90_split_fused_for(
     })
 }
 
+/// Blocks of the last kernel of a strategy.
+fn forward_blocks(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) -> u64 {
+    let forward = config.kernels().pop();
+    kernel_launch(
+        &forward.expect("a strategy should have kernels"),
+        problem,
+        device,
+    )
+    .work_items
+}
+
 /// The config of a strategy with the longest segment that still gives nine blocks for ten multiprocessors, else with the one that gives
 /// the most blocks.
 fn default_segment(
@@ -975,15 +972,11 @@ fn default_segment(
     device: &DeviceFacts,
     with: impl Fn(u32) -> Option<StrategyConfig>,
 ) -> Option<StrategyConfig> {
-    let blocks = |c: &StrategyConfig| {
-        let forward = c.kernels().pop().expect("a strategy should have kernels");
-        kernel_launch(&forward, problem, device).work_items
-    };
     let mut options: Vec<(u64, StrategyConfig)> = SegmentScan::ROWS[0]
         .domain
         .iter()
         .filter_map(|segment| with(*segment))
-        .map(|c| (blocks(&c), c))
+        .map(|c| (forward_blocks(&c, problem, device), c))
         .collect();
     options.sort_by_key(|(blocks, _)| *blocks);
     let enough = u64::from(device.sm_count) * 9 / 10;
@@ -1016,26 +1009,33 @@ fn with_longer_segments(
     problem: &Problem,
     device: &DeviceFacts,
     chosen: StrategyConfig,
-    with: impl Fn(u32) -> Option<StrategyConfig>,
 ) -> StrategyConfig {
     let Some(segment @ 1..) = chosen.segment() else {
         return chosen;
     };
-    let legal = |config: &StrategyConfig| check_strategy(config, problem, device).is_ok();
-    let longer = default_segment(problem, device, |segment| with(segment).filter(legal));
-    let better = |c: &StrategyConfig| {
-        // A second wave of whole sequences would cost more than the pass saved; packed ones are of any length.
-        let blocks = |c: &StrategyConfig| {
-            let forward = c.kernels().pop().expect("a strategy should have kernels");
-            kernel_launch(&forward, problem, device).work_items
-        };
-        let one_wave = problem.packed.is_none() && blocks(c) <= u64::from(device.sm_count);
-        match c.segment() {
-            Some(0) => one_wave,
-            other => segment < 256 && other > chosen.segment(),
+    let mut one = chosen;
+    match &mut one {
+        StrategyConfig::Sm90Fused(c) => {
+            c.segment_state.warpgroups = 1;
+            c.fused_forward.warpgroups = 1;
         }
+        StrategyConfig::Sm90SwapFused(c) => {
+            c.segment_state.warpgroups = 1;
+            c.fused_forward.warpgroups = 1;
+        }
+        _ => return chosen,
+    }
+    let better = |c: &StrategyConfig| match c.segment() {
+        // A second wave of whole sequences would cost more than the pass saved; packed ones are of any length.
+        Some(0) => {
+            problem.packed.is_none()
+                && forward_blocks(c, problem, device) <= u64::from(device.sm_count)
+        }
+        other => segment < 256 && other > chosen.segment(),
     };
-    longer.filter(better).unwrap_or(chosen)
+    with_default_segment(&one, problem, device)
+        .filter(better)
+        .unwrap_or(chosen)
 }
 
 /// One config for every way a strategy's kernels can agree (chunk_size and layout, or segment): the starting points of a search,
