@@ -35,7 +35,6 @@ constexpr int K_TILES = (DSTATE + BLOCK_STATE - 1) / BLOCK_STATE;  // BLOCK_STAT
 
 MAMBA2_REQUIRE(O01, CHUNK_SIZE % TILE_TOKENS == 0, "CHUNK_SIZE must be a multiple of the 64-token tile");
 MAMBA2_REQUIRE(O02, CHUNK_SIZE % ROWS == 0, "the rows of a block must divide the chunk");
-MAMBA2_REQUIRE(O03, HEADS_PER_GROUP % BLOCK_H == 0, "BLOCK_H heads must share B and C");
 
 constexpr int C_COLUMNS = K_TILES * BLOCK_STATE > BLOCK_HEAD ? K_TILES * BLOCK_STATE : BLOCK_HEAD;
 constexpr int C_LD = C_COLUMNS + ROW_PAD;
@@ -92,7 +91,7 @@ struct Producer {
 
   __device__ __forceinline__ Producer(const ForwardArgs& a, const Item& i, unsigned char* s) : args(a), item(i), smem(s) {
     const Chunk& chunk = item.chunk;
-    const int64 group = item.head0 / HEADS_PER_GROUP;
+    const int64 group = item.head0 / args.heads_per_group;
     b = static_cast<const X*>(args.B) + chunk.row * args.b_strides.batch + chunk.first * args.b_strides.token + group * args.b_strides.head;
     c = static_cast<const X*>(args.C) + chunk.row * args.c_strides.batch + (chunk.first + item.row0) * args.c_strides.token +
         group * args.c_strides.head;

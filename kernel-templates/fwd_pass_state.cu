@@ -69,7 +69,7 @@ __device__ __forceinline__ Item locate_item(const ForwardArgs& args, unsigned wo
   item.x = static_cast<const X*>(args.x) + s.row * args.x_strides.batch + s.first * args.x_strides.token +
            item.head * args.x_strides.head + item.p0;
   item.b = static_cast<const X*>(args.B) + s.row * args.b_strides.batch + s.first * args.b_strides.token +
-           item.head / HEADS_PER_GROUP * args.b_strides.head + item.n0;
+           item.head / args.heads_per_group * args.b_strides.head + item.n0;
   return item;
 }
 

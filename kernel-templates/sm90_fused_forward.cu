@@ -21,44 +21,36 @@ constexpr bool WITH_C = true;
 static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + SCORES_BYTES + OUTPUT_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
 __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
-  if (starts_from_initial_state(args, s)) {
+  if (s.index == 0) {
     load_initial_state(args, s, head, state);
   } else {
-#pragma unroll
-    for (int i = 0; i < STATE_REGISTERS; ++i) state[i] = 0.f;
+    constexpr int PARTS = DSTATE > 128 ? 1 : SEGMENTS_WITHOUT_SCAN - 1;  // launch.rs, needs_scan
+    load_segment_state<PARTS>(args, s, head, 0, 0, state);
   }
-  if (head >= end_head(s)) return;
-  for_each_start_state(args, s, head, [&](const float* from, float decay) {
-    from += state_p(0) * STATES_ROW + state_n(0);
-    for_each_pair(STATES_ROW, [&](int row, int column, int i) {
-      const float2 added = *reinterpret_cast<const float2*>(from + row * STATES_ROW + column);
-      state[i] = decay * state[i] + added.x;
-      state[i + 1] = decay * state[i + 1] + added.y;
-    });
-  });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_forward(const __grid_constant__ ForwardArgs args,
     const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  call_maps<true>(maps);
+  call_maps(maps);
   unsigned char* ring = smem + BARRIERS_BYTES;
   unsigned char* tiles = ring + STAGES * STAGE_BYTES;
   const Barriers barriers{smem_address(smem)};
   const ScoreBarriers score_barriers{smem_address(smem) + SCORE_BARRIERS_OFFSET};
-  const Segment located = locate_segment<HEAD_BLOCKS_PER_GROUP>(args, blockIdx.x);
+  const Segment located = locate_segment(args, blockIdx.x);
   if (located.tokens < 0) return;
   Segment& s = *reinterpret_cast<Segment*>(smem + SEGMENT_OFFSET);
-  if (threadIdx.x == 0) s = located;
-  barriers.init();
-  score_barriers.init();
+  Producer<false> producer(args, maps, located, ring, barriers);
+  if (threadIdx.x == 0) {
+    s = located;
+    score_barriers.init();
+  }
+  if (copies()) barriers.init();
   __syncthreads();
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    RingPosition<STAGES> at;
-    RingPosition<1> tail;
-    produce<WITH_C, false>(args, maps, s, ring, barriers, at, tail);
+    producer.run(true);
   } else if (threadIdx.x >= PRODUCER_THREADS + 128 * WARPGROUPS) {
     setmaxnreg_dec<SCORE_REGISTERS>();
     RingPosition<STAGES> at;
@@ -66,13 +58,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
+    HeadD d[HEADS];
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) d[h] = HeadD(args, s, first_head(s) + consumer * HEADS + h);
     float state[HEADS][STATE_REGISTERS];
     wait_for_states(s);
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) load_start_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
 
     RingPosition<STAGES> at;
-    forward_segment(args, maps, s, ring, tiles, barriers, score_barriers, consumer, at, state);
+    unsigned char* output = tiles + SCORES_BYTES + consumer * OUTPUT_SLOTS * BOX_BYTES;
+    forward_segment(args, maps, s, ring, tiles, output, barriers, score_barriers, consumer, d, at, state);
     if (s.last) {
 #pragma unroll
       for (int h = 0; h < HEADS; ++h) store_final_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);

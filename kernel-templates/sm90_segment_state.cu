@@ -1,8 +1,9 @@
 // sm90_segment_state, for every segment but the last of each sequence, and every head:
 //   local[s, h, p, n] = sum_l exp2(G_end - G_l) dt_l x[l, h, p] B[l, n]    the segment's state from a zero start, float32
 //   total[s, h]       = G_end                                              its whole decay, log2 units
-// segment_scan turns them into the state at each segment's start. Chunks are taken from the last to the first: what follows a chunk is
-// known then, its decay goes into w, and the sum is never scaled.
+// segment_scan turns them into the state at each segment's start. Where it is not launched (few segments), sm90_fused_forward adds them up, and
+// the first of a sequence starts from the initial state here. Chunks are taken from the last to the first: what follows a chunk is known then,
+// its decay goes into w, and the sum is never scaled.
 //
 // Grid   one block per (sequence, segment, HEADS_BLOCK heads)
 // Block  a producer warpgroup and WARPGROUPS consumers of HEADS heads each; see common/sm90_pipeline.cuh
@@ -15,14 +16,20 @@ constexpr bool WITH_C = false;
 
 static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
+// The initial state is held beside the sum where there are registers for it; with others segment_scan is launched (launch.rs, needs_scan).
+constexpr bool MAY_START_FROM_INITIAL = INITIAL_DTYPE >= 0 && HEADS * STATE_REGISTERS <= 64 && (HEADS == 1 || (WARPGROUPS == 2 && INITIAL_DTYPE == 2));
+
 // The consumer's part: the sum over all chunks, and the whole decay, log2 units.
 __device__ __forceinline__ void sum_segment(const Segment& s, const unsigned char* ring, const Barriers& barriers, int consumer,
                                             float (&state)[HEADS][STATE_REGISTERS], float (&total)[HEADS]) {
 #pragma unroll
-  for (int h = 0; h < HEADS; ++h) total[h] = 0.f;
+  for (int h = 0; h < HEADS; ++h) {
+    total[h] = 0.f;
+#pragma unroll
+    for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] = 0.f;
+  }
   RingPosition<STAGES> at;
-  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-  for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
+  for (int token = 0; token < s.tokens; token += CHUNK, at.advance()) {
     wait_barrier(barriers.full(at.stage), at.parity);
     const unsigned char* stage = ring + at.stage * STAGE_BYTES;
     FragmentA<X> a[HEADS][4];
@@ -46,37 +53,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
     const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
   griddepcontrol_launch_dependents();
-  call_maps<false>(maps);
+  call_maps(maps);
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
-  const Segment s = locate_segment<HEAD_BLOCKS_PER_GROUP>(args, blockIdx.x);
+  const Segment s = locate_segment(args, blockIdx.x);
   if (s.tokens < 0 || s.last) return;
-  barriers.init();
+  Producer<true> producer(args, maps, s, ring, barriers);
+  if (copies()) barriers.init();
   __syncthreads();
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    RingPosition<STAGES> at;
-    RingPosition<1> tail;
-    produce<WITH_C, true>(args, maps, s, ring, barriers, at, tail);
+    producer.run(false);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
     float state[HEADS][STATE_REGISTERS];
     float total[HEADS];
+    const bool starts_from_initial = MAY_START_FROM_INITIAL && s.index == 0 && !args.scanned;
+    float initial[HEADS][STATE_REGISTERS];
+    if constexpr (MAY_START_FROM_INITIAL) {
+      if (starts_from_initial) {
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h)
-#pragma unroll
-      for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] = 0.f;
+        for (int h = 0; h < HEADS; ++h) load_initial_state(args, s, first_head(s) + consumer * HEADS + h, initial[h]);
+      }
+    }
     sum_segment(s, ring, barriers, consumer, state, total);
+    if constexpr (MAY_START_FROM_INITIAL) {
+      if (starts_from_initial) {
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) {
+          const float decay = ex2_approx(fminf(total[h], 0.f));
+#pragma unroll
+          for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] += decay * initial[h][i];
+        }
+      }
+    }
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
       const int head = first_head(s) + consumer * HEADS + h;
       if (head >= end_head(s)) continue;
-      float* to = segment_state(args, s.slot + 1, head) + state_p(0) * STATES_ROW + state_n(0);
-      for_each_pair(STATES_ROW, [&](int row, int column, int i) {
-        *reinterpret_cast<float2*>(to + row * STATES_ROW + column) = make_float2(state[h][i], state[h][i + 1]);
-      });
+      store_segment_state(args, s.slot + 1, head, 0, 0, state[h]);
       if (threadIdx.x % 128 == 0) args.da_cumsum[(s.slot + 1) * args.nheads + head] = total[h];
     }
   }

@@ -42,8 +42,8 @@ struct ForwardBarriers {
   __device__ __forceinline__ void init() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < VECTOR_SETS; ++i) {
-        mbarrier_init(scores_full(i), 4);  // an arrival a warp
-        mbarrier_init(scores_empty(i), 4 * WARPGROUPS / VECTOR_SETS);
+        mbarrier_init(scores_full(i), 4 * WARP_ARRIVALS);
+        mbarrier_init(scores_empty(i), 4 * WARPGROUPS / VECTOR_SETS * WARP_ARRIVALS);
       }
       for (int i = 0; i < WARPGROUPS * 2; ++i) mbarrier_init(received(0, i), 1);
       fence_mbarrier_init();
@@ -210,24 +210,22 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
 
 // The state before the first token of the segment.
 __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, const Unit& unit, int n0, float (&state)[PIECES][PIECE_REGISTERS]) {
-  const bool from_workspace = s.index > 0;
-  const float* from = segment_state(args, s.slot, unit.head);
+  if (s.index > 0) {
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) load_segment_state<1>(args, s, unit.head, unit.p0, n0 / 8 + piece * PIECE_BOXES * 8, state[piece]);
+    return;
+  }
 #pragma unroll
   for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
-    for (int i = 0; i < PIECE_REGISTERS; i += 2) {
+    for (int i = 0; i < PIECE_REGISTERS; ++i) {
       const int p = unit.p0 + state_p(i), n = n0 + piece * PIECE_BOXES * 64 + state_n(i);
-      const bool inside = unit.valid && p < HEADDIM;
-      float2 v = make_float2(0.f, 0.f);
-      if (from_workspace) {
-        if (inside && n < STATES_ROW) v = *reinterpret_cast<const float2*>(from + p * STATES_ROW + n);
-      } else if constexpr (INITIAL_DTYPE >= 0) {
-        const int64 at = s.sequence * args.initial_strides[0] + unit.head * args.initial_strides[1] + p * args.initial_strides[2] + n;
-        if (inside && n < DSTATE) v.x = load_element<INITIAL_DTYPE>(args.initial_states, at);
-        if (inside && n + 1 < DSTATE) v.y = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
+      state[piece][i] = 0.f;
+      if constexpr (INITIAL_DTYPE >= 0) {
+        if (unit.valid && p < HEADDIM && n < DSTATE)
+          state[piece][i] = load_element<INITIAL_DTYPE>(args.initial_states, s.sequence * args.initial_strides[0] + unit.head * args.initial_strides[1] +
+                                                                                 p * args.initial_strides[2] + n);
       }
-      state[piece][i] = v.x;
-      state[piece][i + 1] = v.y;
     }
 }
 
@@ -280,14 +278,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(SLICES
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
   const ForwardBarriers forward_barriers{smem_address(smem) + FORWARD_BARRIERS_OFFSET};
-  const Segment located = locate_segment<BLOCKS_PER_GROUP>(args, blockIdx.x);
+  const Segment located = locate_segment(args, blockIdx.x);
   if (located.tokens < 0) return;  // so do the other blocks of the cluster
   Segment& s = *reinterpret_cast<Segment*>(smem + SEGMENT_OFFSET);
   if (threadIdx.x == 0) s = located;
   barriers.init();
   forward_barriers.init();
   if constexpr (SLICES > 1) {
-    cluster_sync_all();
+    cluster_arrive();
+    cluster_wait();
   } else {
     __syncthreads();
   }

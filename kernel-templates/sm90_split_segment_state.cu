@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_split_segment_stat
   griddepcontrol_launch_dependents();
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
-  const Segment s = locate_segment<BLOCKS_PER_GROUP>(args, blockIdx.x);
+  const Segment s = locate_segment(args, blockIdx.x);
   if (s.tokens < 0 || s.last) return;
   barriers.init();
   __syncthreads();
@@ -71,14 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_split_segment_stat
     const Unit unit = locate_unit(s, consumer);
     if (!unit.valid) return;
     const int n0 = slice_of(s) * SLICE_BOXES * 64;
-    float* to = segment_state(args, s.slot + 1, unit.head);
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-      for (int i = 0; i < PIECE_REGISTERS; i += 2) {
-        const int p = unit.p0 + state_p(i), n = n0 + piece * PIECE_BOXES * 64 + state_n(i);
-        if (p < HEADDIM && n < STATES_ROW) *reinterpret_cast<float2*>(to + p * STATES_ROW + n) = make_float2(state[piece][i], state[piece][i + 1]);
-      }
+    for (int piece = 0; piece < PIECES; ++piece) store_segment_state(args, s.slot + 1, unit.head, unit.p0, n0 / 8 + piece * PIECE_BOXES * 8, state[piece]);
     if (threadIdx.x % 128 == 0 && unit.p0 == 0 && n0 == 0) args.da_cumsum[(s.slot + 1) * args.nheads + unit.head] = total;
   }
 }

@@ -121,7 +121,7 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
   }
 }
 
-// Calls f(headdim element, dstate element, whether they lie in the tensors, state element) for this thread's state, one headdim row after
+// Calls f(headdim element, dstate element, whether they lie in the tensors, further_element_of_state, state element) for this thread's state, one headdim row after
 // the other, so that few addresses are alive at a time.
 template <typename F>
 __device__ __forceinline__ void for_each_state(const Unit& unit, float (&state)[DSTATE_BOXES][TILE_REGISTERS], F&& f) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void for_each_state(const Unit& unit, float (&state)[
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int i = t * 4 + r * 2 + e, n = k * 64 + state_n(i);
-          f(p, n, (HEADDIM % BLOCK_HEAD == 0 || p < HEADDIM) && (DSTATE % 64 == 0 || n < DSTATE), state[k][i]);
+          f(p, n, (HEADDIM % BLOCK_HEAD == 0 || p < HEADDIM) && (DSTATE % 64 == 0 || n < DSTATE), further_element_of_state(k, i), state[k][i]);
         }
     }
 }
@@ -145,15 +145,15 @@ __device__ __forceinline__ void for_each_state(const Unit& unit, float (&state)[
 __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, const Unit& unit, float (&state)[DSTATE_BOXES][TILE_REGISTERS]) {
   if (INITIAL_DTYPE >= 0 && s.index == 0) {
     const int64 at = unit.valid ? s.sequence * args.initial_strides[0] + unit.head * args.initial_strides[1] : 0;
-    for_each_state(unit, state, [&](int p, int n, bool inside, float& v) {
+    for_each_state(unit, state, [&](int p, int n, bool inside, int, float& v) {
       const float loaded = load_element<INITIAL_DTYPE>(args.initial_states, at + (inside ? p * args.initial_strides[2] + n : 0));
       v = inside && unit.valid ? loaded : 0.f;
     });
   } else {
     const bool any = unit.valid && s.index > 0;
-    const float* from = any ? segment_state(args, s.slot, unit.head) : args.A;
-    for_each_state(unit, state, [&](int p, int n, bool inside, float& v) {
-      const float loaded = from[inside && any ? p * STATES_ROW + n : 0];
+    const float* from = any ? segment_state(args, s.slot, unit.head) + first_element_of_state(unit) : args.A;
+    for_each_state(unit, state, [&](int, int, bool inside, int further, float& v) {
+      const float loaded = from[inside && any ? further : 0];
       v = inside && any ? loaded : 0.f;
     });
   }
@@ -163,7 +163,7 @@ __device__ __forceinline__ void store_final_state(const ForwardArgs& args, const
   if constexpr (FINAL_DTYPE >= 0) {
     if (!unit.valid) return;
     const int64 at = s.sequence * args.final_strides[0] + unit.head * args.final_strides[1];
-    for_each_state(unit, state, [&](int p, int n, bool inside, float& v) {
+    for_each_state(unit, state, [&](int p, int n, bool inside, int, float& v) {
       if (inside) store_element<FINAL_DTYPE>(args.final_states, at + p * args.final_strides[2] + n, v);
     });
   }
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_f
     const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
   const Barriers barriers{smem_address(smem) + BARRIERS_OFFSET};
-  const Segment located = locate_segment<BLOCKS_PER_GROUP>(args, blockIdx.x);
+  const Segment located = locate_segment(args, blockIdx.x);
   if (located.tokens < 0) return;
   Segment& s = *reinterpret_cast<Segment*>(smem + SEGMENT_OFFSET);
   if (threadIdx.x == 0) s = located;

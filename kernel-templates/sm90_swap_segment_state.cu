@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_s
   extern __shared__ __align__(1024) unsigned char smem[];
   griddepcontrol_launch_dependents();
   const Barriers barriers{smem_address(smem) + BARRIERS_OFFSET};
-  const Segment located = locate_segment<BLOCKS_PER_GROUP>(args, blockIdx.x);
+  const Segment located = locate_segment(args, blockIdx.x);
   if (located.tokens < 0 || located.last) return;
   Segment& s = *reinterpret_cast<Segment*>(smem + SEGMENT_OFFSET);
   if (threadIdx.x == 0) s = located;
@@ -62,13 +62,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_swap_s
     }
     const Unit unit = locate_unit(s, consumer);
     if (!unit.valid) return;
-    float* to = segment_state(args, s.slot + 1, unit.head);
+    float* to = segment_state(args, s.slot + 1, unit.head) + first_element_of_state(unit);
 #pragma unroll
     for (int k = 0; k < DSTATE_BOXES; ++k)
 #pragma unroll
       for (int i = 0; i < TILE_REGISTERS; ++i) {
         const int p = unit.p0 + state_p(i), n = k * 64 + state_n(i);
-        if (p < HEADDIM && n < STATES_ROW) to[p * STATES_ROW + n] = state[k][i];
+        if (p < HEADDIM && n < DSTATE) to[further_element_of_state(k, i)] = state[k][i];
       }
     if (threadIdx.x % 128 == 0 && unit.p0 == 0) args.da_cumsum[(s.slot + 1) * args.nheads + unit.head] = total;
   }

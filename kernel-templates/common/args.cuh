@@ -10,17 +10,41 @@ struct Strides {
   int64 head;
 };
 
+// A number known to the host, to divide by without a division.
+struct Divisor {
+  unsigned value;
+  unsigned multiplier;  // 2^shift / value rounded up; 31 < shift < 63
+  unsigned shift;
+  // n / value, n below 2^31.
+  __device__ __forceinline__ unsigned divide(unsigned n) const { return static_cast<unsigned>(static_cast<unsigned long long>(n) * multiplier >> shift); }
+};
+
+// What says where a block works, and what its first loads wait for, is in the first 128 bytes: see StepArgs.
 struct ForwardArgs {
+  const void* dt;         // [batch, seqlen, nheads], DT_DTYPE
+  const float* A;         // [nheads]
+  const float* dt_bias;   // [nheads], or null
+  const int* cu_seqlens;  // [sequences + 1], or null
+  Strides dt_strides;
+  int segment;  // tokens of a segment; 0: a block takes a whole sequence
+  int seqlen;
+  int nheads;
+  int heads_per_group;
+  int sequences;
+  int chunk_slots;
+  int scanned;         // 1: segment_scan turns what segments add into states; 0: the forward pass adds them up itself
+  Divisor chunks_per_row;    // chunk slots, or segments, of one batch row; unset when packed
+  Divisor ngroups;
+  Divisor blocks_per_group;  // of this launch, in one segment; Hopper kernels only
+  float dt_min;
+  float dt_max;
+  int64 work_items;            // below 2^31
   const void* x;               // [batch, seqlen, nheads, headdim], X_DTYPE
-  const void* dt;              // [batch, seqlen, nheads], DT_DTYPE
-  const float* A;              // [nheads]
   const void* B;               // [batch, seqlen, ngroups, dstate], X_DTYPE
   const void* C;               // as B
   const float* D;              // [nheads] or [nheads, headdim], or null
   const void* z;               // as x, or null
-  const float* dt_bias;        // [nheads], or null
   const void* initial_states;  // [sequences, nheads, headdim, dstate], INITIAL_DTYPE, or null
-  const int* cu_seqlens;       // [sequences + 1], or null
   void* out;                   // as x
   void* final_states;          // [sequences, nheads, headdim, dstate], FINAL_DTYPE, or null
   float* dt_out;               // workspace, see launch.rs
@@ -28,7 +52,6 @@ struct ForwardArgs {
   float* state_weight;         // workspace
   void* states;                // workspace, [slots, nheads, headdim, STATES_ROW], X_DTYPE
   Strides x_strides;
-  Strides dt_strides;
   Strides b_strides;
   Strides c_strides;
   Strides z_strides;
@@ -36,18 +59,8 @@ struct ForwardArgs {
   int64 initial_strides[3];  // sequence, head, headdim
   int64 final_strides[3];    // sequence, head, headdim
   int64 d_head_stride;
-  int64 work_items;  // below 2^31
-  int segment;  // tokens of a segment; 0: a block takes a whole sequence
-  int seqlen;
-  int nheads;
-  int sequences;
-  int chunk_slots;
-  int chunks_per_row;  // chunk slots of one batch row; 0 when packed
-  int scanned;         // 1: segment_scan turns what segments add into states; 0: the forward pass adds them up itself
-  float dt_min;
-  float dt_max;
 };
-static_assert(sizeof(ForwardArgs) == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 10 * 4, "args.rs mirrors this struct");  // padded
+static_assert(sizeof(ForwardArgs) == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 18 * 4, "args.rs mirrors this struct");
 
 // Strides of a row's batch and head axes.
 struct RowStrides {

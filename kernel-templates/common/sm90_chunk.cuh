@@ -47,18 +47,24 @@ struct Segment {
   bool last;      // of its sequence
   int group;
   int block;      // of the group
+  int first_head;  // of the group
+  int end_head;
 };
 
-// Items: the BLOCKS blocks of a group fastest (they share B and C in L2), then groups, segments of a sequence, sequences. Packed
+// Items: the blocks of a group fastest (they share B and C in L2), then groups, segments of a sequence, sequences. Packed
 // sequence s owns the segment items from cu_seqlens[s] / segment + s, as many as it has segments or more; an empty sequence has one.
-template <int BLOCKS>
+// The group and the block of it of a work item; returns the item without them.
+__device__ __forceinline__ int locate_group(const ForwardArgs& args, unsigned work, Segment& s) {
+  const unsigned item_and_group = args.blocks_per_group.divide(work), item = args.ngroups.divide(item_and_group);
+  s.group = static_cast<int>(item_and_group - item * args.ngroups.value);
+  s.block = static_cast<int>(work - item_and_group * args.blocks_per_group.value);
+  s.first_head = s.group * args.heads_per_group;
+  s.end_head = s.first_head + args.heads_per_group;
+  return static_cast<int>(item);
+}
 __device__ __forceinline__ Segment locate_segment(const ForwardArgs& args, unsigned work) {
-  const unsigned blocks = args.nheads / HEADS_PER_GROUP * BLOCKS;
-  const int block = static_cast<int>(work % blocks);
-  const int item = static_cast<int>(work / blocks);
   Segment s;
-  s.group = block / BLOCKS;
-  s.block = block % BLOCKS;
+  const int item = locate_group(args, work, s);
   int tokens;
   int64 first, first_item;
   if (PACKED) {
@@ -79,15 +85,14 @@ __device__ __forceinline__ Segment locate_segment(const ForwardArgs& args, unsig
     tokens = end > first ? static_cast<int>(end - first) : 0;
     first_item = (args.segment ? first / args.segment : 0) + below;
   } else {
-    const int per_row = args.chunks_per_row;  // segments of a row here
-    s.sequence = item / per_row;
+    s.sequence = static_cast<int>(args.chunks_per_row.divide(item));
     s.row = s.sequence;
     first = 0;
     tokens = args.seqlen;
-    first_item = static_cast<int64>(s.sequence) * per_row;
+    first_item = static_cast<int64>(s.sequence) * args.chunks_per_row.value;
   }
   s.index = static_cast<int>(item - first_item);
-  s.slot = (PACKED ? first_item : static_cast<int64>(s.sequence) * (args.chunks_per_row - 1)) + s.index - 1;
+  s.slot = (PACKED ? first_item : first_item - s.sequence) + s.index - 1;
   if (args.segment == 0) {
     s.first = first;
     s.tokens = s.index == 0 ? tokens : -1;
@@ -104,7 +109,7 @@ __device__ __forceinline__ Segment locate_segment(const ForwardArgs& args, unsig
 
 // Where the float32 state of (slot, head) starts in the workspace.
 __device__ __forceinline__ float* segment_state(const ForwardArgs& args, int64 slot, int head) {
-  return static_cast<float*>(args.states) + (slot * args.nheads + head) * (HEADDIM * STATES_ROW);
+  return static_cast<float*>(args.states) + (slot * args.nheads + head) * STATE_ELEMS;
 }
 
 // Whoever starts from a state that earlier kernels made waits for them; all else is there before. The others wait at their end: what comes
@@ -116,19 +121,71 @@ __device__ __forceinline__ void wait_at_the_end(const Segment& s) {
   if (s.index == 0) griddepcontrol_wait();
 }
 
-// The state at a segment's start is segment_scan's, or the initial state and what the segments before have added:
-//   H = exp2(total[q]) H + local[q]
-__device__ __forceinline__ bool starts_from_initial_state(const ForwardArgs& args, const Segment& s) { return s.index == 0 || !args.scanned; }
+// ---- states in the workspace ----
+//
+// A state is float32, headdim and dstate padded to 64, in strips of 16 headdim, those in tiles of 8 dstate, and a tile as a warp's accumulator
+// holds it: four elements of lane 0, of lane 1, ... Warps load and store whole lines where a state lies in registers in this order.
 
-// Calls add(state in the workspace, decay of what there was before it) for the parts of the state at the segment's start, in order.
-template <typename F>
-__device__ __forceinline__ void for_each_start_state(const ForwardArgs& args, const Segment& s, int head, F&& add) {
-  const int parts = args.scanned && s.index > 0 ? 1 : s.index;
-  const int64 slot = s.slot - parts + 1, step = static_cast<int64>(args.nheads) * (HEADDIM * STATES_ROW);
-  const float* from = segment_state(args, slot, head);
-  const float* total = args.da_cumsum + slot * args.nheads + head;
-#pragma unroll 1
-  for (int q = 0; q < parts; ++q, from += step, total += args.nheads) add(from, args.scanned ? 0.f : ex2_approx(fminf(*total, 0.f)));
+// Where lane `lane` has its four elements of a tile of strip `strip`, in float4.
+__device__ __forceinline__ int tile_vector(int strip, int tile, int lane) { return (strip * (DSTATE_PADDED / 8) + tile) * 32 + lane; }
+// Where an element lies.
+__device__ __forceinline__ int element_of_state(int p, int n) {
+  return tile_vector(p / 16, n / 8, p % 8 * 4 + n % 8 / 2) * 4 + p / 8 % 2 * 2 + n % 2;
+}
+
+// This thread's first vector in tile `first`; its warpgroup has four strips from headdim p0 on.
+__device__ __forceinline__ int first_vector(int p0, int first) { return tile_vector(p0 / 16 + threadIdx.x / 32 % 4, first, threadIdx.x % 32); }
+
+// Stores this thread's elements of the tiles from `first` on.
+template <int COUNT>
+__device__ __forceinline__ void store_segment_state(const ForwardArgs& args, int64 slot, int head, int p0, int first, const float (&state)[COUNT]) {
+  float4* to = reinterpret_cast<float4*>(segment_state(args, slot, head)) + first_vector(p0, first);
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4)
+    if (first + i / 4 < DSTATE_PADDED / 8) to[i / 4 * 32] = make_float4(state[i], state[i + 1], state[i + 2], state[i + 3]);
+}
+
+// The same elements of the state at the start of a segment that is not the first. It is segment_scan's, or the sum of what the few segments
+// before, at most PARTS, have made:
+//   H = exp2(total[q]) H + local[q]
+// All that is added up is under way at once, 32 elements of each. A head past the group gets another's state, for a Y that is not stored.
+template <int PARTS, int COUNT>
+__device__ __forceinline__ void load_segment_state(const ForwardArgs& args, const Segment& s, int head, int p0, int first, float (&state)[COUNT]) {
+  constexpr int VECTORS = 8;
+  const int parts = PARTS == 1 || args.scanned ? 1 : s.index;
+  const int64 slot = s.slot - parts + 1;
+  head = min(head, s.end_head - 1);
+  const float4* from = reinterpret_cast<const float4*>(segment_state(args, slot, head)) + first_vector(p0, first);
+  const int64 step = static_cast<int64>(args.nheads) * (STATE_ELEMS / 4);
+  float decay[PARTS];
+#pragma unroll
+  for (int q = 1; q < PARTS; ++q) decay[q] = q < parts ? args.da_cumsum[(slot + q) * args.nheads + head] : 0.f;
+#pragma unroll
+  for (int q = 1; q < PARTS; ++q) decay[q] = ex2_approx(fminf(decay[q], 0.f));
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4 * VECTORS) {
+    float4 part[PARTS][VECTORS];
+#pragma unroll
+    for (int q = 0; q < PARTS; ++q)
+#pragma unroll
+      for (int j = 0; j < VECTORS; ++j)
+        part[q][j] = (q == 0 || q < parts) && first + i / 4 + j < DSTATE_PADDED / 8 ? from[q * step + (i / 4 + j) * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) {
+      float4 v = part[0][j];
+#pragma unroll
+      for (int q = 1; q < PARTS; ++q) {
+        v.x = decay[q] * v.x + part[q][j].x;
+        v.y = decay[q] * v.y + part[q][j].y;
+        v.z = decay[q] * v.z + part[q][j].z;
+        v.w = decay[q] * v.w + part[q][j].w;
+      }
+      state[i + 4 * j] = v.x;
+      state[i + 4 * j + 1] = v.y;
+      state[i + 4 * j + 2] = v.z;
+      state[i + 4 * j + 3] = v.w;
+    }
+  }
 }
 
 // ---- boxes ----
@@ -157,10 +214,16 @@ __device__ __forceinline__ void wait_barrier(unsigned barrier, unsigned parity) 
   }
 }
 
-// One arrival of the warp: what its threads did before is done. 32 arrivals at one address would take their turns.
+// The warp's arrival: what its threads did before is done. One thread arrives for all, because 32 arrivals at one address would take their
+// turns; compute-sanitizer's racecheck does not see that __syncwarp orders the others' accesses before it, so for that tool each arrives.
+#ifdef MAMBA2_RACECHECK
+constexpr int WARP_ARRIVALS = 32;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
 __device__ __forceinline__ void arrive_warp(unsigned barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+  if (WARP_ARRIVALS == 32 || threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
 // Slot and parity of a ring of SLOTS, advanced step by step.

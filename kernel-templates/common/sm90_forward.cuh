@@ -19,13 +19,12 @@ struct ScoreBarriers {
   __device__ __forceinline__ unsigned full(int consumer, int slot) const { return base + (consumer * SCORE_SLOTS + slot) * 16; }
   __device__ __forceinline__ unsigned empty(int consumer, int slot) const { return full(consumer, slot) + 8; }
   __device__ __forceinline__ void init() const {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < WARPGROUPS * SCORE_SLOTS; ++i) {
-        mbarrier_init(full(0, i), 4);  // an arrival a warp
-        mbarrier_init(empty(0, i), 4);
-      }
-      fence_mbarrier_init();
+#pragma unroll 1
+    for (int i = 0; i < WARPGROUPS * SCORE_SLOTS; ++i) {
+      mbarrier_init(full(0, i), 4 * WARP_ARRIVALS);
+      mbarrier_init(empty(0, i), 4 * WARP_ARRIVALS);
     }
+    fence_mbarrier_init();
   }
 };
 constexpr int SCORE_BARRIERS_OFFSET = STAGES * 16;
@@ -41,12 +40,6 @@ __device__ __forceinline__ void start_product_over_dstate(float (&d)[32], const 
     const unsigned offset = k / 4 * BOX_BYTES + k % 4 * 32;
     multiply_tiles<0, 0>(d, da.at(offset), db.at(offset), k > 0);
   }
-}
-
-__device__ __forceinline__ void scale_state(float (&state)[STATE_REGISTERS], const Vectors& v) {
-  const float decay = ex2_approx(fminf(v.g[CHUNK - 1], 0.f));
-#pragma unroll
-  for (int i = 0; i < STATE_REGISTERS; ++i) state[i] *= decay;
 }
 
 // Starts Y^T [headdim x 64 tokens] = H C^T, H the state rounded to X_DTYPE: its registers are operand A already. Then scales the state by the
@@ -74,11 +67,10 @@ __device__ __forceinline__ void start_state_products(float (&y)[32], float (&sta
   wgmma_commit_group();
 }
 
-// The consumer's boxes of Y behind the tiles of S, and which one is next.
+// The consumer's boxes of Y, and which one is next.
 struct OutputBoxes {
   unsigned char* first;
   int slot = 0;
-  __device__ __forceinline__ OutputBoxes(unsigned char* tiles, int consumer) : first(tiles + SCORES_BYTES + consumer * OUTPUT_SLOTS * BOX_BYTES) {}
   __device__ __forceinline__ unsigned char* next() {
     slot ^= 1;
     return first + slot * BOX_BYTES;
@@ -154,34 +146,12 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Tens
   }
 }
 
-// Calls f(index of the pair in memory, whether its second element is there, i) for the pairs of a state of DSTATE columns.
-template <typename F>
-__device__ __forceinline__ void for_each_state(const int64 (&strides)[3], int sequence, int head, F&& f) {
-  const int64 row_stride = strides[2], first = sequence * strides[0] + head * strides[1] + state_p(0) * row_stride + state_n(0);
-  for_each_pair(DSTATE, [&](int row, int column, int i) {
-    f(first + (row ? 8 * row_stride : 0) + column, DSTATE % 2 == 0 || state_n(0) + column + 1 < DSTATE, i);
-  });
-}
-
 __device__ __forceinline__ void store_final_state(const ForwardArgs& args, const Segment& s, int head, const float (&state)[STATE_REGISTERS]) {
   if constexpr (FINAL_DTYPE >= 0) {
     if (head >= end_head(s)) return;
     for_each_state(args.final_strides, s.sequence, head, [&](int64 at, bool both, int i) {
       store_element<FINAL_DTYPE>(args.final_states, at, state[i]);
       if (both) store_element<FINAL_DTYPE>(args.final_states, at + 1, state[i + 1]);
-    });
-  }
-}
-
-// The state before the first token of a sequence.
-__device__ __forceinline__ void load_initial_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
-#pragma unroll
-  for (int i = 0; i < STATE_REGISTERS; ++i) state[i] = 0.f;
-  if constexpr (INITIAL_DTYPE >= 0) {
-    if (head >= end_head(s) || s.tokens < 0) return;
-    for_each_state(args.initial_strides, s.sequence, head, [&](int64 at, bool both, int i) {
-      state[i] = load_element<INITIAL_DTYPE>(args.initial_states, at);
-      if (both) state[i + 1] = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
     });
   }
 }
@@ -220,15 +190,15 @@ __device__ __forceinline__ void make_scores(const Segment& s, const unsigned cha
   }
 }
 
-// The consumer's part: Y of every chunk of the segment, and the state at its end, from the state at its start. The ring is read from `at`.
+// The consumer's part: Y of every chunk of the segment, and the state at its end, from the state at its start. The ring is read from `at`; Y
+// goes through the OUTPUT_SLOTS boxes at `output`.
 __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, const unsigned char* ring,
-                                                unsigned char* tiles, const Barriers& barriers, const ScoreBarriers& score_barriers, int consumer,
+                                                unsigned char* tiles, unsigned char* output, const Barriers& barriers,
+                                                const ScoreBarriers& score_barriers, int consumer, const HeadD (&d)[HEADS],
                                                 RingPosition<STAGES>& at, float (&state)[HEADS][STATE_REGISTERS]) {
   const int lane = threadIdx.x % 32;
   const auto head_of = [&](int h) { return first_head(s) + consumer * HEADS + h; };
-  HeadD d[HEADS] = {HeadD(args, s, head_of(0))};
-  if constexpr (HEADS > 1) d[HEADS - 1] = HeadD(args, s, head_of(HEADS - 1));
-  OutputBoxes boxes(tiles, consumer);
+  OutputBoxes boxes{output};
   RingPosition<SCORE_SLOTS> from;
   for (int token = 0; token < s.tokens; token += CHUNK, at.advance()) {
     const unsigned char* stage = ring + at.stage * STAGE_BYTES;

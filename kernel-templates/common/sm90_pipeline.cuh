@@ -20,7 +20,6 @@ constexpr int SCORE_WARPGROUPS = WITH_C ? 1 : 0;
 
 constexpr int HEADS_BLOCK = HEADS * WARPGROUPS;
 constexpr int STATE_REGISTERS = DSTATE_PADDED / 2;  // of a thread, for one head
-constexpr int HEAD_BLOCKS_PER_GROUP = (HEADS_PER_GROUP + HEADS_BLOCK - 1) / HEADS_BLOCK;
 
 MAMBA2_REQUIRE(P02, HEADDIM <= 64 && (DSTATE_BOXES == 1 || DSTATE_BOXES == 2 || DSTATE_BOXES == 4), "one 64-row tile of headdim, 64, 128 or 256 of dstate");
 
@@ -49,8 +48,8 @@ constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 96 + (HEADS > 1 ? STATE_REGISTERS / 2 + (HAS_Z && X_DTYPE == 1 ? 24 : 0) : 0) : 40 + 16 * HEADS) <= CONSUMER_REGISTERS,
                "the states of a warpgroup, and what the products need beside them, must stay in registers");
 
-__device__ __forceinline__ int first_head(const Segment& s) { return s.group * HEADS_PER_GROUP + s.block * HEADS_BLOCK; }
-__device__ __forceinline__ int end_head(const Segment& s) { return (s.group + 1) * HEADS_PER_GROUP; }
+__device__ __forceinline__ int first_head(const Segment& s) { return s.first_head + s.block * HEADS_BLOCK; }
+__device__ __forceinline__ int end_head(const Segment& s) { return s.end_head; }
 
 // A full and an empty barrier per stage, and one for the chunk in which a packed sequence ends.
 struct Barriers {
@@ -59,40 +58,41 @@ struct Barriers {
   __device__ __forceinline__ unsigned empty(int stage) const { return base + stage * 16 + 8; }
   __device__ __forceinline__ unsigned tail() const { return base + TAIL_BARRIER_OFFSET; }
   __device__ __forceinline__ void init() const {
-    if (threadIdx.x == 0) {
-      for (int s = 0; s < STAGES; ++s) {
-        mbarrier_init(full(s), 1 + PRODUCER_THREADS / 32);  // the copies, and each warp's vectors
-        mbarrier_init(empty(s), 4 * (WARPGROUPS + SCORE_WARPGROUPS));
-      }
-      mbarrier_init(tail(), 1);
-      fence_mbarrier_init();
+#pragma unroll 1
+    for (int s = 0; s < STAGES; ++s) {
+      mbarrier_init(full(s), 1 + PRODUCER_THREADS / 32 * WARP_ARRIVALS);  // the copies, and each warp's vectors
+      mbarrier_init(empty(s), 4 * (WARPGROUPS + SCORE_WARPGROUPS) * WARP_ARRIVALS);
     }
+    mbarrier_init(tail(), 1);
+    fence_mbarrier_init();
+    fence_proxy_async();
   }
 };
 
-// Calls the tensor maps, by the thread that will copy.
-template <bool COPY_C>
+// The thread that makes the ring's barriers and starts the copies, in the warp that mostly has no vectors to make.
+__device__ __forceinline__ bool copies() { return threadIdx.x == PRODUCER_THREADS - 32; }
+
+// Calls the tensor maps, by that thread.
 __device__ __forceinline__ void call_maps(const TensorMaps& maps) {
-  if (threadIdx.x != PRODUCER_THREADS - 32) return;
+  if (!copies()) return;
   prefetch_tensor_map(&maps.b);
   prefetch_tensor_map(&maps.x);
-  if (COPY_C) prefetch_tensor_map(&maps.c);
-  if (WITH_Z && COPY_C) prefetch_tensor_map(&maps.z);
+  if (WITH_C) prefetch_tensor_map(&maps.c);
+  if (WITH_Z) prefetch_tensor_map(&maps.z);
 }
 
-// Copies one chunk's boxes; one thread.
-template <bool COPY_C>
-__device__ __forceinline__ void copy_stage(const TensorMaps& maps, const Segment& s, int token, unsigned stage, unsigned full) {
-  mbarrier_arrive_expect_tx(full, VECTORS_OFFSET - (COPY_C ? 0 : C_BYTES + Z_BYTES));
+// Copies one chunk's boxes; one thread. With copy_c, those of C and z too.
+__device__ __forceinline__ void copy_stage(const TensorMaps& maps, const Segment& s, int token, unsigned stage, unsigned full, bool copy_c) {
+  mbarrier_arrive_expect_tx(full, VECTORS_OFFSET - (copy_c ? 0 : C_BYTES + Z_BYTES));
 #pragma unroll
   for (int box = 0; box < DSTATE_BOXES; ++box) {
     tma_load_4d(stage + B_OFFSET + box * BOX_BYTES, &maps.b, box * 64, s.group, token, static_cast<int>(s.row), full);
-    if (COPY_C) tma_load_4d(stage + box * BOX_BYTES, &maps.c, box * 64, s.group, token, static_cast<int>(s.row), full);
+    if (WITH_C && copy_c) tma_load_4d(stage + box * BOX_BYTES, &maps.c, box * 64, s.group, token, static_cast<int>(s.row), full);
   }
 #pragma unroll
   for (int h = 0; h < HEADS_BLOCK; ++h) {
     tma_load_4d(stage + X_OFFSET + h * BOX_BYTES, &maps.x, 0, first_head(s) + h, token, static_cast<int>(s.row), full);
-    if (WITH_Z && COPY_C) tma_load_4d(stage + Z_OFFSET + h * BOX_BYTES, &maps.z, 0, first_head(s) + h, token, static_cast<int>(s.row), full);
+    if (WITH_Z && copy_c) tma_load_4d(stage + Z_OFFSET + h * BOX_BYTES, &maps.z, 0, first_head(s) + h, token, static_cast<int>(s.row), full);
   }
 }
 
@@ -107,66 +107,113 @@ __device__ __forceinline__ void clear_tail(unsigned char* stage, int row) {
   fence_proxy_async();
 }
 
-// Warpgroup 0: fills the ring, from `at`, for every chunk of the segment, the last first if BACKWARD; then w decays to the segment's end.
-// Warp w makes the vectors of head w; the last, which mostly has none, starts the copies, so that they do not wait for vectors. Raw dt is
-// loaded a chunk ahead, and called into L2 some chunks before that: a loop that holds more of it in registers is unrolled, and its code,
-// run once each, comes slower than the data.
-template <bool COPY_C, bool BACKWARD>
-__device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment s, unsigned char* ring, const Barriers& barriers,
-                                        RingPosition<STAGES>& at, RingPosition<1>& tail) {
+// Warpgroup 0: fills the ring for every chunk of the segment, the last first if BACKWARD; then w decays to the segment's end. Warp w makes the
+// vectors of head w.
+template <bool BACKWARD>
+struct Producer {
   static_assert(HEADS_BLOCK <= PRODUCER_THREADS / 32, "a warp makes the vectors of one head");
-  constexpr int DT_AHEAD = 4;  // chunks
-  constexpr int STEP = BACKWARD ? -CHUNK : CHUNK;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = first_head(s) + warp;
-  const bool valid = warp < HEADS_BLOCK && head < end_head(s);
-  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-  int token = BACKWARD ? (chunks - 1) * CHUNK : 0;  // of the chunk to be copied
-  const RawDt* dt_at = static_cast<const RawDt*>(args.dt) + s.row * args.dt_strides.batch + head * args.dt_strides.head +
-                       (s.first + token + 2 * lane) * args.dt_strides.token;
+  static constexpr int DT_AHEAD = 4;  // chunks
+  static constexpr int STEP = BACKWARD ? -CHUNK : CHUNK;
+  const ForwardArgs& args;
+  const TensorMaps& maps;
+  const Segment s;
+  const Barriers barriers;
+  unsigned char* const ring;
+  const int chunks;
+  int token;  // of the chunk whose turn it is
+  const RawDt* dt_at;
+  RingPosition<STAGES> at;
+  RingPosition<1> tail;
+
+  __device__ __forceinline__ static int warp() { return threadIdx.x / 32; }
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ bool valid() const { return warp() < HEADS_BLOCK && first_head(s) + warp() < end_head(s); }
+  __device__ __forceinline__ bool ends_inside(int chunk_token) const { return PACKED && s.tokens - chunk_token < CHUNK; }
+
   // dt of this lane's token e, `ahead` chunks after the one whose turn it is.
-  const auto has_dt = [&](int ahead, int e) {
-    const int of_lane = token + ahead * STEP + 2 * lane;
-    return valid && of_lane >= 0 && of_lane + e < s.tokens;
-  };
-  const auto dt_address = [&](int ahead, int e) { return dt_at + (ahead * STEP + e) * args.dt_strides.token; };
-  const auto call_dt = [&](int ahead) {
+  __device__ __forceinline__ bool has_dt(int ahead, int e) const {
+    const int of_chunk = token + ahead * STEP;
+    return valid() && of_chunk >= 0 && of_chunk + 2 * lane() + e < s.tokens;
+  }
+  __device__ __forceinline__ const RawDt* dt_address(int ahead, int e) const { return dt_at + (ahead * STEP + e) * args.dt_strides.token; }
+  __device__ __forceinline__ void load_dt(int ahead, RawDt (&to)[2]) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) to[e] = has_dt(ahead, e) ? *dt_address(ahead, e) : RawDt{};
+  }
+  __device__ __forceinline__ void call_dt(int ahead) const {
 #pragma unroll
     for (int e = 0; e < 2; ++e)
       if (has_dt(ahead, e)) prefetch_l2(dt_address(ahead, e));
-  };
-  RawDt raw[2];
-#pragma unroll
-  for (int e = 0; e < 2; ++e) raw[e] = has_dt(0, e) ? *dt_address(0, e) : RawDt{};
-#pragma unroll 1
-  for (int ahead = 1; ahead < DT_AHEAD; ++ahead) call_dt(ahead);
-  const float a = valid ? args.A[head] * LOG2_E : 0.f;
-  const float bias = HAS_DT_BIAS && valid ? args.dt_bias[head] : 0.f;
-  float after = 0.f;
+  }
+  __device__ __forceinline__ void copy(int chunk_token, int stage, unsigned full, bool copy_c) const {
+    copy_stage(maps, s, static_cast<int>(s.first) + chunk_token, smem_address(ring + stage * STAGE_BYTES), full, copy_c);
+  }
 
+  __device__ __forceinline__ void rewind() {
+    token = BACKWARD ? (chunks - 1) * CHUNK : 0;
+    dt_at = static_cast<const RawDt*>(args.dt) + s.row * args.dt_strides.batch + (first_head(s) + warp()) * args.dt_strides.head +
+            (s.first + token + 2 * lane()) * args.dt_strides.token;
+  }
+  // Before the block meets: dt is asked of device memory before the boxes are, which would be in its way.
+  __device__ __forceinline__ Producer(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers)
+      : args(args), maps(maps), s(s), barriers(barriers), ring(ring), chunks((s.tokens + CHUNK - 1) / CHUNK) {
+    rewind();
+    if (warp() >= HEADS_BLOCK) return;
 #pragma unroll 1
-  for (int chunk = 0; chunk < chunks; ++chunk, at.advance(), token += STEP, dt_at += STEP * args.dt_strides.token) {
+    for (int ahead = 0; ahead < DT_AHEAD; ++ahead) call_dt(ahead);
+  }
+
+  // The chunk whose turn it is, from its dt; then `raw` is that of two chunks later, under way.
+  __device__ __forceinline__ void fill(int chunk, RawDt (&raw)[2], float a, float bias, float& after, bool copy_c) {
     wait_barrier(barriers.empty(at.stage), at.parity ^ 1);
+    const bool ends = ends_inside(token);
+    if (copies() && (ends || chunk >= STAGES)) copy(token, at.stage, ends ? barriers.tail() : barriers.full(at.stage), copy_c);
     unsigned char* stage = ring + at.stage * STAGE_BYTES;
-    const bool ends_inside = PACKED && s.tokens - token < CHUNK;
-    if (threadIdx.x == PRODUCER_THREADS - 32)
-      copy_stage<COPY_C>(maps, s, static_cast<int>(s.first) + token, smem_address(stage), ends_inside ? barriers.tail() : barriers.full(at.stage));
-    if (ends_inside) {
+    if (ends) {
       wait_barrier(barriers.tail(), tail.parity);
       tail.advance();
       clear_tail(stage, s.tokens - token);
       if (threadIdx.x == 0) mbarrier_arrive(barriers.full(at.stage));  // in place of the copies
     }
-    if (warp < HEADS_BLOCK) {
-      const float whole = make_vectors(args, raw, a, bias, valid ? s.tokens - token - 2 * lane : 0, after,
-                                       reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + warp * (VECTORS * CHUNK / 2) + lane);
+    const RawDt now[2] = {raw[0], raw[1]};
+    load_dt(2, raw);
+    call_dt(DT_AHEAD);
+    if (warp() < HEADS_BLOCK) {
+      const float whole = make_vectors(args, now, a, bias, valid() ? s.tokens - token - 2 * lane() : 0, after,
+                                       reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + warp() * (VECTORS * CHUNK / 2) + lane());
       if constexpr (BACKWARD) after += whole;
     }
     arrive_warp(barriers.full(at.stage));
-#pragma unroll
-    for (int e = 0; e < 2; ++e) raw[e] = has_dt(1, e) ? *dt_address(1, e) : RawDt{};
-    call_dt(DT_AHEAD);
+    at.advance();
+    token += STEP;
+    dt_at += STEP * args.dt_strides.token;
   }
-}
+
+  // All chunks; with copy_c, C and z of them too. Copies of the first ones are under way before anything waits for device memory. Raw dt is
+  // loaded two chunks ahead, and called into L2 some chunks earlier: a loop that holds more of it in registers is unrolled further, and its
+  // code, run once each, comes slower than the data.
+  __device__ __forceinline__ void run(bool copy_c) {
+    if (copies()) {
+      RingPosition<STAGES> to = at;
+#pragma unroll 1
+      for (int chunk = 0; chunk < STAGES && chunk < chunks; ++chunk, to.advance()) {
+        wait_barrier(barriers.empty(to.stage), to.parity ^ 1);
+        if (!ends_inside(token + chunk * STEP)) copy(token + chunk * STEP, to.stage, barriers.full(to.stage), copy_c);
+      }
+    }
+    RawDt even[2], odd[2];
+    load_dt(0, even);
+    load_dt(1, odd);
+    const int head = first_head(s) + warp();
+    const float a = valid() ? args.A[head] * LOG2_E : 0.f, bias = HAS_DT_BIAS && valid() ? args.dt_bias[head] : 0.f;
+    float after = 0.f;
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk += 2) {
+      fill(chunk, even, a, bias, after, copy_c);
+      if (chunk + 1 < chunks) fill(chunk + 1, odd, a, bias, after, copy_c);
+    }
+  }
+};
 
 __device__ __forceinline__ Vectors vectors_of(const unsigned char* stage, int h) {
   return {reinterpret_cast<const float*>(stage + VECTORS_OFFSET) + h * VECTORS * CHUNK};
@@ -222,4 +269,33 @@ __device__ __forceinline__ void for_each_pair(int columns, F&& f) {
     const int row = i / 2 % 2 * 8, column = i / 4 * 8;
     if ((HEADDIM == 64 || state_p(0) + row < HEADDIM) && (columns >= DSTATE_PADDED || state_n(0) + column < columns)) f(row, column, i);
   }
+}
+
+// Calls f(index of the pair in memory, whether its second element is there, i) for the pairs of a state of DSTATE columns.
+template <typename F>
+__device__ __forceinline__ void for_each_state(const int64 (&strides)[3], int sequence, int head, F&& f) {
+  const int64 row_stride = strides[2], first = sequence * strides[0] + head * strides[1] + state_p(0) * row_stride + state_n(0);
+  for_each_pair(DSTATE, [&](int row, int column, int i) {
+    f(first + (row ? 8 * row_stride : 0) + column, DSTATE % 2 == 0 || state_n(0) + column + 1 < DSTATE, i);
+  });
+}
+
+// The state before the first token of a sequence.
+__device__ __forceinline__ void load_initial_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
+#pragma unroll
+  for (int i = 0; i < STATE_REGISTERS; ++i) state[i] = 0.f;
+  if constexpr (INITIAL_DTYPE >= 0) {
+    if (head >= end_head(s) || s.tokens < 0) return;
+    for_each_state(args.initial_strides, s.sequence, head, [&](int64 at, bool both, int i) {
+      state[i] = load_element<INITIAL_DTYPE>(args.initial_states, at);
+      if (both) state[i + 1] = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
+    });
+  }
+}
+
+// Multiplies the state by the decay of a chunk.
+__device__ __forceinline__ void scale_state(float (&state)[STATE_REGISTERS], const Vectors& v) {
+  const float decay = ex2_approx(fminf(v.g[CHUNK - 1], 0.f));
+#pragma unroll
+  for (int i = 0; i < STATE_REGISTERS; ++i) state[i] *= decay;
 }

@@ -27,8 +27,6 @@ constexpr int PIECE_REGISTERS = PIECE_BOXES * 32;
 constexpr int PIECES = SLICE_BOXES / PIECE_BOXES;
 constexpr int STATE_REGISTERS = SLICE_BOXES * 32;
 constexpr int P_TILES = (HEADDIM + 63) / 64;
-constexpr int UNITS_PER_GROUP = HEADS_PER_GROUP * P_TILES;
-constexpr int BLOCKS_PER_GROUP = (UNITS_PER_GROUP + WARPGROUPS - 1) / WARPGROUPS * SLICES;
 constexpr bool SHARE = WARPGROUPS == 2 && P_TILES % 2 == 0;
 constexpr int VECTOR_SETS = SHARE ? 1 : WARPGROUPS;
 
@@ -59,7 +57,8 @@ struct Unit {
 };
 __device__ __forceinline__ Unit locate_unit(const Segment& s, int consumer) {
   const int unit = s.block / SLICES * WARPGROUPS + consumer;
-  return {s.group * HEADS_PER_GROUP + unit / P_TILES, unit % P_TILES * 64, unit < UNITS_PER_GROUP};
+  const int head = s.first_head + unit / P_TILES;
+  return {head, unit % P_TILES * 64, head < s.end_head};
 }
 
 // A full and an empty barrier per stage, and one for the chunk in which a packed sequence ends.
@@ -71,8 +70,8 @@ struct Barriers {
   __device__ __forceinline__ void init() const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < STAGES; ++s) {
-        mbarrier_init(full(s), 1 + PRODUCER_THREADS / 32);  // the copies, and each warp's vectors and zeros
-        mbarrier_init(empty(s), 4 * (WARPGROUPS + (WITH_C ? 1 : 0)));
+        mbarrier_init(full(s), 1 + PRODUCER_THREADS / 32 * WARP_ARRIVALS);  // the copies, and each warp's vectors and zeros
+        mbarrier_init(empty(s), 4 * (WARPGROUPS + (WITH_C ? 1 : 0)) * WARP_ARRIVALS);
       }
       mbarrier_init(tail(), 1);
       fence_mbarrier_init();
@@ -111,7 +110,8 @@ __device__ __forceinline__ void clear_tail(unsigned char* stage, int row) {
 // warpgroup: the first starts the copies, because it has the least of S to make, and makes the second set of vectors; the next the first.
 template <bool BACKWARD>
 struct Producer {
-  bool makes, valid;
+  bool makes;
+  int tokens;  // of the segment, 0 for a unit past the group
   float a, bias, after = 0.f;
 
   __device__ __forceinline__ static int set() { return 1 - static_cast<int>(threadIdx.x) / 32 % 4; }
@@ -121,9 +121,9 @@ struct Producer {
   __device__ __forceinline__ Producer(const ForwardArgs& args, const Segment& s) {
     const Unit unit = locate_unit(s, set());
     makes = set() >= 0 && set() < VECTOR_SETS;
-    valid = makes && unit.valid;
-    a = valid ? args.A[unit.head] * LOG2_E : 0.f;
-    bias = HAS_DT_BIAS && valid ? args.dt_bias[unit.head] : 0.f;
+    tokens = makes && unit.valid ? s.tokens : 0;
+    a = tokens > 0 ? args.A[unit.head] * LOG2_E : 0.f;
+    bias = HAS_DT_BIAS && tokens > 0 ? args.dt_bias[unit.head] : 0.f;
   }
   // This lane's two dt of the copy-th chunk.
   __device__ __forceinline__ void load_dt(const ForwardArgs& args, const Segment& s, int copy, RawDt (&to)[2]) const {
@@ -131,7 +131,7 @@ struct Producer {
     const RawDt* from = static_cast<const RawDt*>(args.dt) + s.row * args.dt_strides.batch + (s.first + token) * args.dt_strides.token +
                         locate_unit(s, set()).head * args.dt_strides.head;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) to[e] = valid && token >= 0 && e < s.tokens - token ? from[e * args.dt_strides.token] : RawDt{};
+    for (int e = 0; e < 2; ++e) to[e] = token >= 0 && e < tokens - token ? from[e * args.dt_strides.token] : RawDt{};
   }
   // Fills the next stage once it is empty: the copy-th chunk's, with its dt.
   __device__ __forceinline__ void fill(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers,
@@ -149,7 +149,7 @@ struct Producer {
       if (threadIdx.x % 128 == 0) mbarrier_arrive(barriers.full(at));  // in place of the copies
     }
     if (makes) {
-      const float whole = make_vectors(args, raw, a, bias, valid ? s.tokens - token - 2 * lane : 0, after,
+      const float whole = make_vectors(args, raw, a, bias, tokens - token - 2 * lane, after,
                                        reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + set() * (VECTORS * CHUNK / 2) + lane);
       if constexpr (BACKWARD) after += whole;
     }

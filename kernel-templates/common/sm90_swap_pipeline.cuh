@@ -25,8 +25,6 @@ constexpr bool USE_TMA = !PACKED;
 #include "ptx/special.cuh"
 
 constexpr int P_TILES = (HEADDIM + BLOCK_HEAD - 1) / BLOCK_HEAD;
-constexpr int UNITS_PER_GROUP = HEADS_PER_GROUP * P_TILES;
-constexpr int BLOCKS_PER_GROUP = (UNITS_PER_GROUP + WARPGROUPS - 1) / WARPGROUPS;
 
 constexpr int SUBTILES = (BLOCK_HEAD + 31) / 32;
 constexpr int SUBTILE_BYTES = 64 * 64;
@@ -72,7 +70,8 @@ struct Unit {
 };
 __device__ __forceinline__ Unit locate_unit(const Segment& s, int consumer) {
   const int unit = s.block * WARPGROUPS + consumer;
-  return {s.group * HEADS_PER_GROUP + unit / P_TILES, unit % P_TILES * BLOCK_HEAD, consumer < WARPGROUPS && unit < UNITS_PER_GROUP};
+  const int head = s.first_head + unit / P_TILES;
+  return {head, unit % P_TILES * BLOCK_HEAD, consumer < WARPGROUPS && head < s.end_head};
 }
 
 // A full and an empty barrier per pair of boxes, `pair` of slot `slot`, then per slot of x. Pairs have their own, so that a large
@@ -87,11 +86,11 @@ struct Barriers {
     if (threadIdx.x == 0) {
       for (int i = 0; i < STAGES * DSTATE_BOXES; ++i) {
         mbarrier_init(box_full(0, i), USE_TMA ? 1 : PRODUCER_THREADS);
-        mbarrier_init(box_empty(0, i), 4 * WARPGROUPS);  // an arrival a warp
+        mbarrier_init(box_empty(0, i), 4 * WARPGROUPS * WARP_ARRIVALS);
       }
       for (int s = 0; s < X_STAGES; ++s) {
-        mbarrier_init(x_full(s), (USE_TMA ? 1 : PRODUCER_THREADS) + PRODUCER_THREADS / 32);  // the copies, and each warp's vectors
-        mbarrier_init(x_empty(s), 4 * WARPGROUPS);
+        mbarrier_init(x_full(s), (USE_TMA ? 1 : PRODUCER_THREADS) + PRODUCER_THREADS / 32 * WARP_ARRIVALS);  // the copies, and each warp's vectors
+        mbarrier_init(x_empty(s), 4 * WARPGROUPS * WARP_ARRIVALS);
       }
       fence_mbarrier_init();
     }
@@ -275,3 +274,10 @@ __device__ __forceinline__ void start_state_update(float (&state)[TILE_REGISTERS
 // dstate inside a box, and headdim inside a unit, of accumulator element i of this thread.
 __device__ __forceinline__ int state_n(int i) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
 __device__ __forceinline__ int state_p(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+// Where this thread's element 0 of box 0 lies in the workspace, and how far from there its element i of box k.
+__device__ __forceinline__ int first_element_of_state(const Unit& unit) { return element_of_state(unit.p0 + state_p(0), state_n(0)); }
+constexpr int further_element_of_state(int k, int i) {
+  static_assert(BLOCK_HEAD % 16 == 0, "units are whole strips");
+  return (i / 8 * (DSTATE_PADDED / 8) + k * 8 + i / 2 % 2) * 128 + i % 2 * 16 + i / 4 % 2 * 2;
+}

@@ -17,7 +17,7 @@ __device__ __forceinline__ Sequence locate_sequence(const ForwardArgs& args, int
     if (end > args.seqlen) end = args.seqlen;
     return {0, first, end > first ? end - first : 0, static_cast<int64>(first / CHUNK_SIZE) + sequence};
   }
-  return {sequence, 0, args.seqlen, static_cast<int64>(sequence) * args.chunks_per_row};
+  return {sequence, 0, args.seqlen, static_cast<int64>(sequence) * args.chunks_per_row.value};
 }
 
 struct Chunk {
@@ -29,7 +29,7 @@ struct Chunk {
 // Packed sequence s owns the slots from cu_seqlens[s] / CHUNK_SIZE + s, strictly increasing in s, at least as many as it has
 // chunks; a slot's owner is found by bisection and slots past its last chunk are empty.
 __device__ __forceinline__ Chunk locate_chunk(const ForwardArgs& args, int slot) {
-  int sequence = PACKED ? 0 : slot / args.chunks_per_row;
+  int sequence = PACKED ? 0 : static_cast<int>(args.chunks_per_row.divide(slot));
   if (PACKED) {
     int above = args.sequences;
     while (above - sequence > 1) {

@@ -7,10 +7,10 @@ __device__ __forceinline__ unsigned cluster_rank() {
   return r;
 }
 
-// Every thread of the cluster; shared-memory writes before it are seen after it.
-__device__ __forceinline__ void cluster_sync_all() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+// The barrier of all threads of the cluster, in two steps. Whoever waits sees the mbarriers that any thread made before it arrived, for their
+// inits are fenced, but no other writes: to release those takes thousands of cycles. A thread that needs nothing of the others does not wait.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Address in the cluster's window of what is at `address` in block `rank`.
 __device__ __forceinline__ unsigned map_to_rank(unsigned address, unsigned rank) {

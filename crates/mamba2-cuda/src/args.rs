@@ -33,18 +33,54 @@ argument_struct! {
 }
 
 argument_struct! {
+    /// A number to divide by without a division.
+    Divisor {
+        value: u32,
+        multiplier: u32,
+        shift: u32,
+    }
+}
+
+impl Divisor {
+    /// For numerators below 2^31: 2^shift / value, rounded up, is off by less than 2^(shift - 31) / value.
+    pub fn new(value: u32) -> Divisor {
+        let bits = value.max(1).next_power_of_two().trailing_zeros();
+        let shift = 31 + bits;
+        Divisor {
+            value,
+            multiplier: (1_u64 << shift).div_ceil(u64::from(value.max(1))) as u32,
+            shift,
+        }
+    }
+}
+
+argument_struct! {
     /// Parameter of the kernels of a forward pass.
     ForwardArgs {
-        x: u64,
         dt: u64,
         A: u64,
+        dt_bias: u64,
+        cu_seqlens: u64,
+        dt_strides: Strides,
+        segment: i32,
+        seqlen: i32,
+        nheads: i32,
+        heads_per_group: i32,
+        sequences: i32,
+        chunk_slots: i32,
+        scanned: i32,
+        chunks_per_row: Divisor,
+        ngroups: Divisor,
+        blocks_per_group: Divisor,
+        dt_min: f32,
+        dt_max: f32,
+        work_items: i64,
+        x: u64,
         B: u64,
         C: u64,
         D: u64,
         z: u64,
-        dt_bias: u64,
         initial_states: u64,
-        cu_seqlens: u64,
         out: u64,
         final_states: u64,
         dt_out: u64,
@@ -52,7 +88,6 @@ argument_struct! {
         state_weight: u64,
         states: u64,
         x_strides: Strides,
-        dt_strides: Strides,
         b_strides: Strides,
         c_strides: Strides,
         z_strides: Strides,
@@ -60,16 +95,6 @@ argument_struct! {
         initial_strides: [i64; 3],
         final_strides: [i64; 3],
         d_head_stride: i64,
-        work_items: i64,
-        segment: i32,
-        seqlen: i32,
-        nheads: i32,
-        sequences: i32,
-        chunk_slots: i32,
-        chunks_per_row: i32,
-        scanned: i32,
-        dt_min: f32,
-        dt_max: f32,
     }
 }
 
@@ -144,7 +169,7 @@ argument_struct! {
     }
 }
 
-const _: () = assert!(size_of::<ForwardArgs>() == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 10 * 4);
+const _: () = assert!(size_of::<ForwardArgs>() == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 18 * 4);
 const _: () = assert!(size_of::<StepArgs>() == 240 + 6 * 8 + 2 * 4);
 // What a step of one token reads.
 const _: () = assert!(std::mem::offset_of!(StepArgs, dt_token_stride) == 240);
@@ -156,9 +181,11 @@ impl ForwardArgs {
             segment: narrow("tokens of a segment", plan.segment)?,
             seqlen: narrow("seqlen", problem.seqlen)?,
             nheads: narrow("nheads", problem.nheads)?,
+            heads_per_group: narrow("heads of a group", problem.heads_per_group())?,
             sequences: narrow("sequences", problem.sequences())?,
             chunk_slots: narrow("chunks of all sequences", plan.slots)?,
-            chunks_per_row: narrow("chunks of a row", plan.slots_per_row)?,
+            chunks_per_row: divisor("chunks of a row", plan.slots_per_row)?,
+            ngroups: divisor("groups", problem.ngroups)?,
             scanned: plan.scanned().into(),
             dt_min: problem.dt_limit.min,
             dt_max: problem.dt_limit.max,
@@ -166,6 +193,10 @@ impl ForwardArgs {
             ..ForwardArgs::default()
         })
     }
+}
+
+fn divisor(name: &'static str, value: usize) -> Result<Divisor, CudaError> {
+    narrow(name, value).map(|v| Divisor::new(v as u32))
 }
 
 /// Work items of the largest kernel; kernels count them in 32 bits, because 64-bit divisions would be a fair part of a short one.
@@ -268,7 +299,10 @@ mod tests {
             .map(str::trim)
             .filter(|l| !l.is_empty())
         {
-            let declaration = line.strip_suffix(';').expect("one field a line");
+            let Some(declaration) = line.strip_suffix(';') else {
+                assert!(line.contains('('), "one field a line: {line}");
+                continue; // a function
+            };
             let (ty, field) = declaration.rsplit_once(' ').expect("type and name");
             let (field, count) = match field.split_once('[') {
                 Some((field, n)) => (field, n.trim_end_matches(']').parse().expect("extent")),
@@ -279,7 +313,8 @@ mod tests {
                 "int64" => (8, 8),
                 "Strides" => (24, 8),
                 "RowStrides" => (16, 8),
-                "int" | "float" => (4, 4),
+                "Divisor" => (12, 4),
+                "int" | "unsigned" | "float" => (4, 4),
                 other => panic!("unknown type {other}"),
             };
             at = at.next_multiple_of(align);
@@ -293,6 +328,7 @@ mod tests {
     fn argument_structs_have_the_fields_of_the_templates_at_the_same_offsets() {
         for (name, fields) in [
             ("Strides", Strides::FIELDS),
+            ("Divisor", Divisor::FIELDS),
             ("ForwardArgs", ForwardArgs::FIELDS),
             ("RowStrides", RowStrides::FIELDS),
             ("StepArgs", StepArgs::FIELDS),
@@ -302,6 +338,24 @@ mod tests {
             let ours: Vec<(String, usize)> =
                 fields.iter().map(|(n, o)| (n.to_string(), *o)).collect();
             assert_eq!(ours, fields_of_template(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_divisor_divides() {
+        let values = (1..=70)
+            .chain([96, 127, 128, 129, 255, 1000, 65_535, 65_537, 1_000_003])
+            .chain([(1 << 30) - 1, 1 << 30, (1 << 30) + 1, i32::MAX as u32]);
+        for value in values {
+            let d = Divisor::new(value);
+            let near = (0..40).map(|k| k * value.min(1 << 25));
+            let numerators = near
+                .flat_map(|n| [n.saturating_sub(1), n, n + 1])
+                .chain([i32::MAX as u32 - 1, i32::MAX as u32]);
+            for n in numerators.filter(|n| *n <= i32::MAX as u32) {
+                let quotient = (u64::from(n) * u64::from(d.multiplier)) >> d.shift;
+                assert_eq!(quotient, u64::from(n / value), "{n} / {value}");
+            }
         }
     }
 
@@ -328,7 +382,8 @@ mod tests {
         assert_eq!(
             ForwardArgs::of(&problem, &planned(&problem))
                 .expect("fits")
-                .chunks_per_row,
+                .chunks_per_row
+                .value,
             1 << 14
         );
     }

@@ -3,6 +3,7 @@
 //! | variable | effect |
 //! |---|---|
 //! | `MAMBA2_NVRTC_PATH` | the NVRTC library, or its directory; nothing else is then tried |
+//! | `MAMBA2_RACECHECK` | if `1`, kernels are compiled so that compute-sanitizer's racecheck can follow their barriers; slower |
 //! | `CUDA_HOME`, `CUDA_PATH` | roots of CUDA toolkits |
 //! | `VIRTUAL_ENV`, `CONDA_PREFIX`, `HOME` | where Python packages live |
 //! | `LD_LIBRARY_PATH` | read by the system loader; recorded to notice that the answer may have changed |
@@ -52,6 +53,11 @@ impl Environment {
     pub fn fingerprint(&self) -> String {
         format!("{self:?}")
     }
+}
+
+/// Whether kernels are to be compiled for compute-sanitizer's racecheck.
+pub(crate) fn racecheck() -> bool {
+    std::env::var_os("MAMBA2_RACECHECK").is_some_and(|v| v == "1")
 }
 
 /// The Cargo target directory above `executable`, told by the tag file that Cargo puts there. Without that test an

@@ -6,7 +6,7 @@ use mamba2_spec::rules::check_strategy;
 use mamba2_spec::{ForwardInputs, ForwardOutputs, HasMeta, Problem, StrategyConfig, check_forward};
 use rayon::prelude::*;
 
-use crate::args::{ForwardArgs, Reader, first_stride, outer_strides, token_strides};
+use crate::args::{Divisor, ForwardArgs, Reader, first_stride, outer_strides, token_strides};
 use crate::module::Module;
 use crate::tensor_map::{EncodedMaps, TensorMap, TensorMaps};
 use crate::{CudaError, Device, DeviceBuffer, DeviceTensor, Jit, Origin, Stream};
@@ -216,6 +216,7 @@ impl LoadedForward {
         let mut first = true;
         for kernel in &self.kernels[which] {
             args.work_items = kernel.launch.work_items as i64;
+            args.blocks_per_group = Divisor::new(kernel.launch.blocks_per_group);
             let maps = kernel.launch.kernel.needs_wgmma().then_some(maps);
             // SAFETY: every kernel of a forward pass takes one ForwardArgs by value, and those that say so one TensorMaps after it. The
             // pointers are those of tensors whose shapes, strides and dtypes were checked against the problem the kernel was

@@ -137,7 +137,7 @@ pub struct JitOutcome {
 impl Jit {
     /// A compiler in front of `cache`.
     pub fn new(cache: CubinCache) -> Jit {
-        Jit::with_options(cache, CompileOptions::default())
+        Jit::with_options(cache, CompileOptions::from_environment())
     }
 
     /// As [`Jit::new`], with other compiler options.

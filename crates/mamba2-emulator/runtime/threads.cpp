@@ -22,7 +22,8 @@ namespace {
 
 std::function<void()> body;
 Meeting meetings[16][3][64];
-Meeting cluster_meeting;
+int cluster_arrived;
+long cluster_round;
 
 void thread_main() {
   body();
@@ -72,9 +73,16 @@ void yield() { leave(current()); }
 
 Meeting& meeting(Group group, int id) { return meetings[current().block][static_cast<int>(group)][id]; }
 
-void cluster_barrier() {
-  int nothing = 0;
-  meet(cluster_meeting, threads_per_block * blocks_per_cluster, 0, &nothing, [](int**) {});
+void cluster_arrive() {
+  current().cluster_round = cluster_round;
+  ++events;
+  if (++cluster_arrived == threads_per_block * blocks_per_cluster) {
+    cluster_arrived = 0;
+    ++cluster_round;
+  }
+}
+void cluster_wait() {
+  while (current().cluster_round == cluster_round) yield();
 }
 
 void run_cluster(int block_threads, int blocks, const std::function<void()>& kernel) {
@@ -82,6 +90,7 @@ void run_cluster(int block_threads, int blocks, const std::function<void()>& ker
   threads_per_block = block_threads;
   blocks_per_cluster = blocks;
   memory_barriers.clear();
+  cluster_arrived = 0;
   for (auto& block : meetings)
     for (auto& group : block)
       for (Meeting& m : group) m.arrived = 0;

@@ -26,6 +26,7 @@ struct Thread {
   Index index;  // in its block
   int block;    // in its cluster
   bool done;
+  long cluster_round;  // that it last arrived for
 };
 
 extern Thread threads[MAX_THREADS];
@@ -88,6 +89,8 @@ inline void named_barrier(int id, int count) {
   int nothing = 0;
   meet(meeting(Group::Barrier, id), count, 0, &nothing, [](int**) {});
 }
-void cluster_barrier();
+// The barrier of all threads of the cluster. A thread that arrives for the last time need not wait.
+void cluster_arrive();
+void cluster_wait();
 
 }  // namespace emulator

@@ -152,6 +152,7 @@ impl Emulator {
                 _ => 1,
             };
             job.launch(launch.grid, launch.work_items);
+            job.set("blocks_per_group", [launch.blocks_per_group]);
             job.set("cluster", [cluster]);
             job.set(
                 "x_columns",

@@ -17,7 +17,9 @@
 
 use std::fmt::Write;
 
-use mamba2_spec::launch::{KernelLaunch, kernel_launch, states_row_elems, step_launch};
+use mamba2_spec::launch::{
+    KernelLaunch, SEGMENTS_WITHOUT_SCAN, kernel_launch, segment_state_elems, states_row_elems, step_launch,
+};
 use mamba2_spec::parameters::StateUpdate;
 use mamba2_spec::{
     Alignment, Arch, DKind, DeviceFacts, DtLimit, Dtype, Kernel, KernelConfig, Precision, Problem,
@@ -273,8 +275,6 @@ fn dtype_code(dtype: Option<Dtype>) -> i64 {
 
 /// Sizes, dtypes and options that forward and step share.
 struct Common {
-    nheads: usize,
-    ngroups: usize,
     headdim: usize,
     dstate: usize,
     dtype: Dtype,
@@ -290,11 +290,6 @@ impl Common {
     fn write(&self, header: &mut Header) {
         header.constant("HEADDIM", self.headdim as i64, "elements of x per head");
         header.constant("DSTATE", self.dstate as i64, "state size");
-        header.constant(
-            "HEADS_PER_GROUP",
-            (self.nheads / self.ngroups.max(1)) as i64,
-            "heads that share B and C",
-        );
         header.constant("X_DTYPE", dtype_code(Some(self.dtype)), DTYPES);
         header.constant("DT_DTYPE", dtype_code(Some(self.dt_dtype)), DTYPES);
         let d = match self.d {
@@ -324,8 +319,6 @@ pub fn render(config: &KernelConfig, problem: &Problem, device: &DeviceFacts) ->
     let launch = kernel_launch(config, problem, device);
     let mut header = Header::new(kernel, device.arch);
     Common {
-        nheads: problem.nheads,
-        ngroups: problem.ngroups,
         headdim: problem.headdim,
         dstate: problem.dstate,
         dtype: problem.dtype,
@@ -367,6 +360,16 @@ pub fn render(config: &KernelConfig, problem: &Problem, device: &DeviceFacts) ->
         states_row_elems(problem) as i64,
         "row of a chunk state in the workspace, elements",
     );
+    header.constant(
+        "STATE_ELEMS",
+        segment_state_elems(problem) as i64,
+        "elements of a segment state in the workspace",
+    );
+    header.constant(
+        "SEGMENTS_WITHOUT_SCAN",
+        SEGMENTS_WITHOUT_SCAN as i64,
+        "segments of a sequence that the forward pass adds up itself",
+    );
     header.parameters(config);
     header.launch(&launch);
     rendered(kernel, header, launch)
@@ -377,8 +380,6 @@ pub fn render_step(config: &StateUpdate, problem: &StepProblem, device: &DeviceF
     let launch = step_launch(config, problem, device);
     let mut header = Header::new(Kernel::StateUpdate, device.arch);
     Common {
-        nheads: problem.nheads,
-        ngroups: problem.ngroups,
         headdim: problem.headdim,
         dstate: problem.dstate,
         dtype: problem.dtype,
@@ -391,6 +392,11 @@ pub fn render_step(config: &StateUpdate, problem: &StepProblem, device: &DeviceF
     }
     .write(&mut header);
     header.constant("NHEADS", problem.nheads as i64, "heads");
+    header.constant(
+        "HEADS_PER_GROUP",
+        (problem.nheads / problem.ngroups.max(1)) as i64,
+        "heads that share B and C",
+    );
     header.constant(
         "STATE_DTYPE",
         dtype_code(Some(problem.state_dtype)),

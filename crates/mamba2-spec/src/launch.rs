@@ -3,7 +3,7 @@
 use crate::parameters::{
     ChunkCumsum, ComputeOut, FwdPassState, SegmentScan, Sm90ClusterForward, StateUpdate,
 };
-use crate::{DeviceFacts, Kernel, KernelConfig, Problem, StepProblem, StrategyConfig};
+use crate::{DeviceFacts, Dtype, Kernel, KernelConfig, Problem, StepProblem, StrategyConfig};
 
 /// Tokens of one shared-memory tile in fwd_pass_state and compute_out.
 pub const TILE_TOKENS: usize = 64;
@@ -27,6 +27,8 @@ pub struct KernelLaunch {
     pub smem_bytes: usize,
     /// Work items the blocks share.
     pub work_items: u64,
+    /// Blocks that share the B and C of a group in one segment; 1 for kernels that do not count them.
+    pub blocks_per_group: u32,
 }
 
 /// A piece of the workspace.
@@ -83,9 +85,14 @@ pub fn states_row_elems(problem: &Problem) -> usize {
     problem.dstate.next_multiple_of(8)
 }
 
+/// Elements that a segment's state takes in the workspace: kernel-templates/common/sm90_chunk.cuh.
+pub fn segment_state_elems(problem: &Problem) -> usize {
+    problem.headdim.next_multiple_of(64) * problem.dstate.next_multiple_of(64)
+}
+
 /// Float32 numbers that hold G: differences of one lose digits where G is large, which 16-bit inputs do not see.
 fn sum_words(problem: &Problem) -> usize {
-    if problem.dtype == crate::Dtype::F32 {
+    if problem.dtype == Dtype::F32 {
         2
     } else {
         1
@@ -148,8 +155,8 @@ const SM90_BOX_BYTES: usize = SM90_CHUNK * 128;
 /// What a head's chunk has beside its tiles: five float32 numbers a token.
 const SM90_VECTORS_BYTES: usize = 5 * SM90_CHUNK * 4;
 
-/// Segments of a sequence up to which sm90_fused_forward needs no segment_scan.
-const MAX_SEGMENTS_WITHOUT_SCAN: usize = 4;
+/// Segments of a sequence up to which the forward pass adds up states itself.
+pub const SEGMENTS_WITHOUT_SCAN: usize = 4;
 
 /// Segment items of all sequences: as [`Problem::chunk_slots`], but an empty sequence has one, for its final state.
 fn segment_items(segment: u32, problem: &Problem) -> usize {
@@ -194,31 +201,27 @@ impl Sm90Launch {
         let x_and_z = heads * if with_c && problem.z { 2 } else { 1 };
         let tiles = (boxes * if with_c { 2 } else { 1 } + x_and_z) * SM90_BOX_BYTES;
         let vectors = (heads * SM90_VECTORS_BYTES).next_multiple_of(1024);
-        // Of each consumer: in a cluster the exchanged state, then two tiles of S and two boxes of Y.
+        // Of each consumer: two tiles of S, and two boxes of Y or, in a cluster, the exchanged state in whose place they come.
         let own = match self.kernel {
             Kernel::Sm90SegmentState => 0,
-            Kernel::Sm90ClusterForward => 2 * boxes + 4,
+            Kernel::Sm90ClusterForward => 2 + 2 * boxes,
             _ => 4,
         };
         1024 + self.stages as usize * (tiles + vectors)
             + self.warpgroups as usize * own * SM90_BOX_BYTES
     }
 
-    /// Blocks that share the heads of one segment.
-    fn head_blocks(&self, problem: &Problem) -> usize {
+    /// Blocks that share the heads of a group in one segment.
+    fn blocks_per_group(&self, problem: &Problem) -> usize {
         let heads = (self.heads * self.warpgroups) as usize;
-        problem.ngroups * problem.heads_per_group().div_ceil(heads)
+        problem.heads_per_group().div_ceil(heads)
     }
 
     fn launch(&self, problem: &Problem) -> KernelLaunch {
-        let items = (segment_items(self.segment, problem) * self.head_blocks(problem)) as u64;
-        launch(
-            self.kernel,
-            items,
-            items,
-            self.threads(),
-            self.smem_bytes(problem),
-        )
+        let blocks = self.blocks_per_group(problem);
+        let threads = self.threads();
+        let smem_bytes = self.smem_bytes(problem);
+        segment_launch(self.kernel, self.segment, problem, blocks, threads, smem_bytes)
     }
 
     /// A producer, the consumers and, for C B^T, one more warpgroup.
@@ -236,15 +239,19 @@ fn cluster_forward_launch(c: &Sm90ClusterForward, problem: &Problem) -> KernelLa
         warpgroups: c.warpgroups,
         stages: c.stages,
     };
-    let clusters = (problem.sequences() * forward.head_blocks(problem)) as u64;
+    let per_group = forward.blocks_per_group(problem);
+    let clusters = (problem.sequences() * problem.ngroups * per_group) as u64;
     let blocks = clusters * u64::from(c.cluster);
-    launch(
-        Kernel::Sm90ClusterForward,
-        blocks,
-        blocks,
-        forward.threads(),
-        forward.smem_bytes(problem),
-    )
+    KernelLaunch {
+        blocks_per_group: per_group as u32,
+        ..launch(
+            Kernel::Sm90ClusterForward,
+            blocks,
+            blocks,
+            forward.threads(),
+            forward.smem_bytes(problem),
+        )
+    }
 }
 
 /// Parameters and shape of a kernel of the fused forward with transposed states; kernel-templates/common/sm90_swap_pipeline.cuh
@@ -272,12 +279,11 @@ impl Sm90SwapLaunch {
         let vectors = x_stages * if share { 1 } else { warpgroups } * SM90_VECTORS_BYTES;
         let barriers_and_segment = (stages * pairs + x_stages) * 16 + 64;
         let units = problem.heads_per_group() * p_tiles;
-        let blocks = problem.ngroups * units.div_ceil(warpgroups);
-        let items = (segment_items(self.segment, problem) * blocks) as u64;
-        launch(
+        segment_launch(
             self.kernel,
-            items,
-            items,
+            self.segment,
+            problem,
+            units.div_ceil(warpgroups),
             128 * (self.warpgroups + 1),
             boxes + warpgroups * (x_stages * tile + own) + scores + vectors + barriers_and_segment,
         )
@@ -329,12 +335,11 @@ impl Sm90SplitLaunch {
             0
         };
         let units = problem.heads_per_group() * p_tiles;
-        let blocks = problem.ngroups * units.div_ceil(warpgroups) * slices;
-        let items = (segment_items(self.segment, problem) * blocks) as u64;
-        launch(
+        segment_launch(
             self.kernel,
-            items,
-            items,
+            self.segment,
+            problem,
+            units.div_ceil(warpgroups) * slices,
             128 * (self.warpgroups + 1),
             1024 + stages * (tiles + vectors) + own,
         )
@@ -343,7 +348,7 @@ impl Sm90SplitLaunch {
 
 fn segment_scan_launch(_: &SegmentScan, problem: &Problem) -> KernelLaunch {
     const THREADS: usize = 256;
-    let blocks = (problem.headdim * states_row_elems(problem)).div_ceil(4 * THREADS);
+    let blocks = segment_state_elems(problem).div_ceil(4 * THREADS);
     let items = (problem.sequences() * problem.nheads * blocks) as u64;
     launch(Kernel::SegmentScan, items, items, THREADS as u32, 0)
 }
@@ -431,14 +436,37 @@ fn launch(
         threads,
         smem_bytes,
         work_items,
+        blocks_per_group: 1,
     }
 }
 
-/// Few segments are added up where their states are loaded: segments * (segments - 1) / 2 reads out of L2 cost less than a launch.
+/// Launch of a block for every `blocks_per_group` of every group and segment.
+fn segment_launch(
+    kernel: Kernel,
+    segment: u32,
+    problem: &Problem,
+    blocks_per_group: usize,
+    threads: u32,
+    smem_bytes: usize,
+) -> KernelLaunch {
+    let items = (segment_items(segment, problem) * problem.ngroups * blocks_per_group) as u64;
+    KernelLaunch {
+        blocks_per_group: blocks_per_group as u32,
+        ..launch(kernel, items, items, threads, smem_bytes)
+    }
+}
+
+/// Few segments are added up where their states are loaded: segments * (segments - 1) / 2 reads out of L2 cost less than a launch. The first
+/// then starts from the initial state, for which sm90_segment_state has registers beside 128 of dstate, in blocks of two warpgroups
+/// also beside twice 64 if it is float32.
 fn needs_scan(config: &StrategyConfig, problem: &Problem) -> bool {
     match config {
         StrategyConfig::Sm90Fused(c) => {
-            segments_per_row(c.fused_forward.segment, problem) > MAX_SEGMENTS_WITHOUT_SCAN
+            segments_per_row(c.fused_forward.segment, problem) > SEGMENTS_WITHOUT_SCAN
+                || c.segment_state.heads as usize * problem.dstate > 128
+                || c.segment_state.heads > 1
+                    && (c.segment_state.warpgroups == 1
+                        || problem.initial_states.is_some_and(|d| d != Dtype::F32))
         }
         _ => true,
     }
@@ -495,7 +523,6 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
         at += bytes.next_multiple_of(WORKSPACE_ALIGN_BYTES);
         region
     };
-    let state_elems = problem.nheads * problem.headdim * states_row_elems(problem);
     let mut workspace = match config.segment() {
         // States go from block to block through shared memory.
         _ if matches!(config, StrategyConfig::Sm90Cluster(_)) => Workspace::default(),
@@ -507,7 +534,13 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
                 dt_out: region(per_token),
                 da_cumsum: region(per_token * sum_words(problem)),
                 state_weight: region(per_token),
-                states: region(slots * state_elems * problem.dtype.size_bytes()),
+                states: region(
+                    slots
+                        * problem.nheads
+                        * problem.headdim
+                        * states_row_elems(problem)
+                        * problem.dtype.size_bytes(),
+                ),
                 total_bytes: 0,
             }
         }
@@ -515,7 +548,7 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
             let slots = segment_slots(segment, problem);
             Workspace {
                 da_cumsum: region(slots * problem.nheads * 4),
-                states: region(slots * state_elems * 4),
+                states: region(slots * problem.nheads * segment_state_elems(problem) * 4),
                 ..Workspace::default()
             }
         }

@@ -41,7 +41,7 @@ rules! {
     F05 false "BLOCK_HEAD covers headdim, or 64 of it, or pads it less than that would: narrower blocks only read x and B more often";
     O01 true "CHUNK_SIZE is a multiple of the 64-token tile";
     O02 true "the rows of a block (16 a warp) divide the chunk";
-    O03 true "BLOCK_H divides the heads of a group: they share B and C";
+    O03 false "BLOCK_H divides the heads of a group: they share B and C";
     O04 false "the registers the tiles need fit the budget that OCCUPANCY leaves: more spills";
     O05 false "a block is not wider than the padded tensor: the rest would be work on zeros";
     O06 false "BLOCK_HEAD covers headdim, or 64 of it, or pads it less than that would: narrower blocks only repeat C B^T";

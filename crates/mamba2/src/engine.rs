@@ -175,6 +175,10 @@ impl Cuda {
             None => CubinCache::disabled(),
         };
         let bundles = BundleCubins::new(ladder.bundles().to_vec(), device.facts().arch);
+        let options = CompileOptions {
+            lineinfo: options.lineinfo,
+            ..CompileOptions::from_environment()
+        };
         let jit = Jit::with_options(cubins, options).with_shipped(Arc::new(bundles));
         Cuda {
             device,

@@ -36,9 +36,19 @@ impl fmt::Display for NvrtcVersion {
 pub struct CompileOptions {
     /// Source lines in the cubin, for profilers and compute-sanitizer.
     pub lineinfo: bool,
+    /// Barriers that compute-sanitizer's racecheck can follow: every thread arrives at them, instead of one for its warp.
+    pub racecheck: bool,
 }
 
 impl CompileOptions {
+    /// As `MAMBA2_RACECHECK` says.
+    pub fn from_environment() -> CompileOptions {
+        CompileOptions {
+            lineinfo: false,
+            racecheck: crate::environment::racecheck(),
+        }
+    }
+
     /// The options for NVRTC, sorted, without the architecture and without paths.
     ///
     /// No fast-math: it would flush denormals and approximate the divisions of softplus and silu. No precompiled headers:
@@ -51,6 +61,9 @@ impl CompileOptions {
         ];
         if self.lineinfo {
             options.push("--generate-line-info");
+        }
+        if self.racecheck {
+            options.push("--define-macro=MAMBA2_RACECHECK");
         }
         options.sort_unstable();
         options.into_iter().map(String::from).collect()

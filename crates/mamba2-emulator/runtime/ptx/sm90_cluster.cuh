@@ -4,7 +4,8 @@
 #include "ptx/sm90_barrier.cuh"
 
 inline unsigned cluster_rank() { return static_cast<unsigned>(emulator::current().block); }
-inline void cluster_sync_all() { emulator::cluster_barrier(); }
+inline void cluster_arrive() { emulator::cluster_arrive(); }
+inline void cluster_wait() { emulator::cluster_wait(); }
 inline unsigned map_to_rank(unsigned address, unsigned rank) { return address | rank << 24; }
 
 namespace emulator {
