@@ -40,7 +40,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
   const Segment located = locate_segment(args, blockIdx.x);
   if (located.tokens < 0) return;
   Segment& s = *reinterpret_cast<Segment*>(smem + SEGMENT_OFFSET);
-  Producer<false> producer(args, maps, located, ring, barriers);
   if (threadIdx.x == 0) {
     s = located;
     score_barriers.init();
@@ -50,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    producer.run(true);
+    Producer<false>(args, maps, located, ring, barriers).run(true);
   } else if (threadIdx.x >= PRODUCER_THREADS + 128 * WARPGROUPS) {
     setmaxnreg_dec<SCORE_REGISTERS>();
     RingPosition<STAGES> at;

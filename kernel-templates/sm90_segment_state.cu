@@ -58,13 +58,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
   const Barriers barriers{smem_address(smem)};
   const Segment s = locate_segment(args, blockIdx.x);
   if (s.tokens < 0 || s.last) return;
-  Producer<true> producer(args, maps, s, ring, barriers);
   if (copies()) barriers.init();
   __syncthreads();
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    producer.run(false);
+    Producer<true>(args, maps, s, ring, barriers).run(false);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform

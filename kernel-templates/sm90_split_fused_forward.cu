@@ -71,9 +71,9 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = warp * 16 + lane % 16;
   const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-  Producer<false> producer(args, s);
+  Producer<false> producer(args, s, ring);
   RawDt raw[2];
-  producer.load_dt(args, s, 0, raw);
+  producer.load_dt(args, s, ring, 0, raw);
   for (int chunk = 1 - STAGES; chunk < chunks; ++chunk) {
     if (chunk >= 0) {
       const int at = chunk % STAGES;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
     const int copy = chunk + STAGES - 1;
     if (copy < chunks) {
       producer.fill(args, maps, s, ring, barriers, copy, raw);
-      producer.load_dt(args, s, copy + 1, raw);
+      producer.load_dt(args, s, ring, copy + 1, raw);
     }
   }
 }

@@ -28,18 +28,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_split_segment_stat
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    Producer<true> producer(args, s);
+    Producer<true> producer(args, s, ring);
     constexpr int DT_AHEAD = 4;  // chunks are short
     RawDt raw[DT_AHEAD][2];
 #pragma unroll
-    for (int i = 0; i < DT_AHEAD; ++i) producer.load_dt(args, s, i, raw[i]);
+    for (int i = 0; i < DT_AHEAD; ++i) producer.load_dt(args, s, ring, i, raw[i]);
     const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
     for (int copy0 = 0; copy0 < chunks; copy0 += DT_AHEAD) {
 #pragma unroll
       for (int ahead = 0; ahead < DT_AHEAD; ++ahead) {
         if (copy0 + ahead >= chunks) break;
         producer.fill(args, maps, s, ring, barriers, copy0 + ahead, raw[ahead]);
-        producer.load_dt(args, s, copy0 + ahead + DT_AHEAD, raw[ahead]);
+        producer.load_dt(args, s, ring, copy0 + ahead + DT_AHEAD, raw[ahead]);
       }
     }
   } else {

@@ -51,6 +51,8 @@ struct ForwardArgs {
   float* da_cumsum;            // workspace
   float* state_weight;         // workspace
   void* states;                // workspace, [slots, nheads, headdim, STATES_ROW], X_DTYPE
+  unsigned long long* flags;   // workspace, [slots, nheads], see FLAG_READERS
+  unsigned long long call;     // another number for each call, its lowest 16 bits zero
   Strides x_strides;
   Strides b_strides;
   Strides c_strides;
@@ -60,7 +62,10 @@ struct ForwardArgs {
   int64 final_strides[3];    // sequence, head, headdim
   int64 d_head_stride;
 };
-static_assert(sizeof(ForwardArgs) == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 18 * 4, "args.rs mirrors this struct");
+static_assert(sizeof(ForwardArgs) == 18 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 18 * 4, "args.rs mirrors this struct");
+
+// A flag is `call` when what it stands for is there, plus the number of blocks that have seen it; zero, or whatever the workspace held, before.
+constexpr unsigned long long FLAG_READERS = 0xffff;
 
 // Strides of a row's batch and head axes.
 struct RowStrides {

@@ -38,8 +38,8 @@ struct TensorMaps {
 };
 
 struct Segment {
-  int64 row;      // index along the batch axis
-  int64 first;    // first token
+  int row;        // index along the batch axis
+  int first;      // first token
   int tokens;     // of this segment
   int sequence;
   int index;      // of the segment in its sequence
@@ -51,9 +51,7 @@ struct Segment {
   int end_head;
 };
 
-// Items: the blocks of a group fastest (they share B and C in L2), then groups, segments of a sequence, sequences. Packed
-// sequence s owns the segment items from cu_seqlens[s] / segment + s, as many as it has segments or more; an empty sequence has one.
-// The group and the block of it of a work item; returns the item without them.
+// The group and the block of it of a work item; returns the rest of the item.
 __device__ __forceinline__ int locate_group(const ForwardArgs& args, unsigned work, Segment& s) {
   const unsigned item_and_group = args.blocks_per_group.divide(work), item = args.ngroups.divide(item_and_group);
   s.group = static_cast<int>(item_and_group - item * args.ngroups.value);
@@ -62,6 +60,8 @@ __device__ __forceinline__ int locate_group(const ForwardArgs& args, unsigned wo
   s.end_head = s.first_head + args.heads_per_group;
   return static_cast<int>(item);
 }
+// Items: the blocks of a group fastest (they share B and C in L2), then groups, segments of a sequence, sequences. Packed
+// sequence s owns the segment items from cu_seqlens[s] / segment + s, as many as it has segments or more; an empty sequence has one.
 __device__ __forceinline__ Segment locate_segment(const ForwardArgs& args, unsigned work) {
   Segment s;
   const int item = locate_group(args, work, s);
@@ -94,13 +94,13 @@ __device__ __forceinline__ Segment locate_segment(const ForwardArgs& args, unsig
   s.index = static_cast<int>(item - first_item);
   s.slot = (PACKED ? first_item : first_item - s.sequence) + s.index - 1;
   if (args.segment == 0) {
-    s.first = first;
+    s.first = static_cast<int>(first);
     s.tokens = s.index == 0 ? tokens : -1;
     s.last = true;
   } else {
     const int64 at = static_cast<int64>(s.index) * args.segment;
     const int64 left = tokens - at;
-    s.first = first + at;
+    s.first = static_cast<int>(first + at);
     s.tokens = left > args.segment ? args.segment : left > 0 ? static_cast<int>(left) : s.index == 0 ? 0 : -1;  // -1: no such segment
     s.last = left <= args.segment;
   }
@@ -148,42 +148,53 @@ __device__ __forceinline__ void store_segment_state(const ForwardArgs& args, int
 // The same elements of the state at the start of a segment that is not the first. It is segment_scan's, or the sum of what the few segments
 // before, at most PARTS, have made:
 //   H = exp2(total[q]) H + local[q]
-// All that is added up is under way at once, 32 elements of each. A head past the group gets another's state, for a Y that is not stored.
+// All parts of 32 elements are under way at once, or, where there are no registers for that, one part after the other. A head past the group gets
+// another's state, for a Y that is not stored.
 template <int PARTS, int COUNT>
 __device__ __forceinline__ void load_segment_state(const ForwardArgs& args, const Segment& s, int head, int p0, int first, float (&state)[COUNT]) {
-  constexpr int VECTORS = 8;
+  constexpr int AT_ONCE = COUNT > 64 ? 1 : PARTS, VECTORS = PARTS == 1 || COUNT == 64 ? 8 : 4;
   const int parts = PARTS == 1 || args.scanned ? 1 : s.index;
   const int64 slot = s.slot - parts + 1;
   head = min(head, s.end_head - 1);
   const float4* from = reinterpret_cast<const float4*>(segment_state(args, slot, head)) + first_vector(p0, first);
   const int64 step = static_cast<int64>(args.nheads) * (STATE_ELEMS / 4);
-  float decay[PARTS];
+  const auto there = [&](int i) { return first + i / 4 < DSTATE_PADDED / 8; };
+  const auto add = [&](int i, float decay, const float4& part) {
+    state[i] = decay * state[i] + part.x;
+    state[i + 1] = decay * state[i + 1] + part.y;
+    state[i + 2] = decay * state[i + 2] + part.z;
+    state[i + 3] = decay * state[i + 3] + part.w;
+  };
 #pragma unroll
-  for (int q = 1; q < PARTS; ++q) decay[q] = q < parts ? args.da_cumsum[(slot + q) * args.nheads + head] : 0.f;
+  for (int i = 0; i < COUNT; ++i) state[i] = 0.f;
+  if constexpr (AT_ONCE < PARTS) {
+#pragma unroll 1
+    for (int q = 0; q < parts; ++q, from += step) {
+      const float decay = q > 0 ? ex2_approx(fminf(args.da_cumsum[(slot + q) * args.nheads + head], 0.f)) : 0.f;
 #pragma unroll
-  for (int q = 1; q < PARTS; ++q) decay[q] = ex2_approx(fminf(decay[q], 0.f));
+      for (int i = 0; i < COUNT; i += 4)
+        if (there(i)) add(i, decay, from[i / 4 * 32]);
+    }
+  } else {
+    float decay[PARTS];
 #pragma unroll
-  for (int i = 0; i < COUNT; i += 4 * VECTORS) {
-    float4 part[PARTS][VECTORS];
+    for (int q = 1; q < PARTS; ++q) decay[q] = q < parts ? args.da_cumsum[(slot + q) * args.nheads + head] : 0.f;
 #pragma unroll
-    for (int q = 0; q < PARTS; ++q)
+    for (int q = 1; q < PARTS; ++q) decay[q] = ex2_approx(fminf(decay[q], 0.f));
+    decay[0] = 0.f;
 #pragma unroll
-      for (int j = 0; j < VECTORS; ++j)
-        part[q][j] = (q == 0 || q < parts) && first + i / 4 + j < DSTATE_PADDED / 8 ? from[q * step + (i / 4 + j) * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < COUNT; i += 4 * VECTORS) {
+      float4 part[PARTS][VECTORS];
 #pragma unroll
-    for (int j = 0; j < VECTORS; ++j) {
-      float4 v = part[0][j];
+      for (int q = 0; q < PARTS; ++q)
 #pragma unroll
-      for (int q = 1; q < PARTS; ++q) {
-        v.x = decay[q] * v.x + part[q][j].x;
-        v.y = decay[q] * v.y + part[q][j].y;
-        v.z = decay[q] * v.z + part[q][j].z;
-        v.w = decay[q] * v.w + part[q][j].w;
-      }
-      state[i + 4 * j] = v.x;
-      state[i + 4 * j + 1] = v.y;
-      state[i + 4 * j + 2] = v.z;
-      state[i + 4 * j + 3] = v.w;
+        for (int j = 0; j < VECTORS; ++j)
+          part[q][j] = (q == 0 || q < parts) && there(i + 4 * j) ? from[q * step + (i / 4 + j) * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int q = 0; q < PARTS; ++q)
+#pragma unroll
+        for (int j = 0; j < VECTORS; ++j) add(i + 4 * j, decay[q], part[q][j]);
+      asm volatile("" ::: "memory");  // the next ones are not asked for before: there is no room for them
     }
   }
 }

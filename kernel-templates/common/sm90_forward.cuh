@@ -1,4 +1,4 @@
-// The forward pass of one segment, for sm90_fused_forward and sm90_cluster_forward; include after common/sm90_pipeline.cuh's WITH_C = true.
+// The forward pass of one segment, for sm90_fused_forward and sm90_chain_forward; include after common/sm90_pipeline.cuh's WITH_C = true.
 //
 // Two chains of work run beside each other: S of the next chunks, which needs no state, and H from chunk to chunk. The score warpgroup
 // makes C B^T once for all heads of the block, and each head's S from it, into a ring of tiles; the consumers read them there. So the
@@ -141,7 +141,7 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Tens
         if (lane % 8 * 8 + j < HEADDIM) to[j] = {static_cast<unsigned short>(words[j / 2] >> 16 * (j % 2))};
     }
   } else if (stores && valid) {
-    tma_store_4d(&maps.out, 0, head, static_cast<int>(s.first) + token, static_cast<int>(s.row), smem_address(box));
+    tma_store_4d(&maps.out, 0, head, s.first + token, s.row, smem_address(box));
     bulk_commit_group();
   }
 }
@@ -149,6 +149,16 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Tens
 __device__ __forceinline__ void store_final_state(const ForwardArgs& args, const Segment& s, int head, const float (&state)[STATE_REGISTERS]) {
   if constexpr (FINAL_DTYPE >= 0) {
     if (head >= end_head(s)) return;
+    if (FINAL_DTYPE == 2 && in_vectors(args.final_states, args.final_strides)) {
+      const bool odd = threadIdx.x % 2;
+      for_each_vector(static_cast<float*>(args.final_states), args.final_strides, s.sequence, head, [&](float* at, bool inside, int i) {
+        const float2 first = {state[i], state[i + 1]}, second = {state[i + 4], state[i + 5]};
+        const float2 other = from_neighbour(odd ? first.x : second.x, odd ? first.y : second.y);
+        const float2 low = odd ? other : first, high = odd ? second : other;
+        if (inside) *reinterpret_cast<float4*>(at) = make_float4(low.x, low.y, high.x, high.y);
+      });
+      return;
+    }
     for_each_state(args.final_strides, s.sequence, head, [&](int64 at, bool both, int i) {
       store_element<FINAL_DTYPE>(args.final_states, at, state[i]);
       if (both) store_element<FINAL_DTYPE>(args.final_states, at + 1, state[i + 1]);

@@ -1,4 +1,4 @@
-// What sm90_segment_state, sm90_fused_forward and sm90_cluster_forward share: work items, the shared-memory ring, its producer, and the state update.
+// What sm90_segment_state, sm90_fused_forward and sm90_chain_forward share: work items, the shared-memory ring, its producer, and the state update.
 //
 // A work item is one segment of one sequence for HEADS_BLOCK heads of a group. Warpgroup 0 produces, warpgroups 1..WARPGROUPS
 // consume, HEADS heads each; with C a last warpgroup makes S for all of them (common/sm90_forward.cuh).
@@ -86,13 +86,13 @@ __device__ __forceinline__ void copy_stage(const TensorMaps& maps, const Segment
   mbarrier_arrive_expect_tx(full, VECTORS_OFFSET - (copy_c ? 0 : C_BYTES + Z_BYTES));
 #pragma unroll
   for (int box = 0; box < DSTATE_BOXES; ++box) {
-    tma_load_4d(stage + B_OFFSET + box * BOX_BYTES, &maps.b, box * 64, s.group, token, static_cast<int>(s.row), full);
-    if (WITH_C && copy_c) tma_load_4d(stage + box * BOX_BYTES, &maps.c, box * 64, s.group, token, static_cast<int>(s.row), full);
+    tma_load_4d(stage + B_OFFSET + box * BOX_BYTES, &maps.b, box * 64, s.group, token, s.row, full);
+    if (WITH_C && copy_c) tma_load_4d(stage + box * BOX_BYTES, &maps.c, box * 64, s.group, token, s.row, full);
   }
 #pragma unroll
   for (int h = 0; h < HEADS_BLOCK; ++h) {
-    tma_load_4d(stage + X_OFFSET + h * BOX_BYTES, &maps.x, 0, first_head(s) + h, token, static_cast<int>(s.row), full);
-    if (WITH_Z && copy_c) tma_load_4d(stage + Z_OFFSET + h * BOX_BYTES, &maps.z, 0, first_head(s) + h, token, static_cast<int>(s.row), full);
+    tma_load_4d(stage + X_OFFSET + h * BOX_BYTES, &maps.x, 0, first_head(s) + h, token, s.row, full);
+    if (WITH_Z && copy_c) tma_load_4d(stage + Z_OFFSET + h * BOX_BYTES, &maps.z, 0, first_head(s) + h, token, s.row, full);
   }
 }
 
@@ -119,11 +119,9 @@ struct Producer {
   const Segment s;
   const Barriers barriers;
   unsigned char* const ring;
-  const int chunks;
   int token;  // of the chunk whose turn it is
   const RawDt* dt_at;
   RingPosition<STAGES> at;
-  RingPosition<1> tail;
 
   __device__ __forceinline__ static int warp() { return threadIdx.x / 32; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
@@ -146,17 +144,17 @@ struct Producer {
       if (has_dt(ahead, e)) prefetch_l2(dt_address(ahead, e));
   }
   __device__ __forceinline__ void copy(int chunk_token, int stage, unsigned full, bool copy_c) const {
-    copy_stage(maps, s, static_cast<int>(s.first) + chunk_token, smem_address(ring + stage * STAGE_BYTES), full, copy_c);
+    copy_stage(maps, s, s.first + chunk_token, smem_address(ring + stage * STAGE_BYTES), full, copy_c);
   }
 
   __device__ __forceinline__ void rewind() {
-    token = BACKWARD ? (chunks - 1) * CHUNK : 0;
+    token = BACKWARD ? (s.tokens - 1) / CHUNK * CHUNK : 0;
     dt_at = static_cast<const RawDt*>(args.dt) + s.row * args.dt_strides.batch + (first_head(s) + warp()) * args.dt_strides.head +
             (s.first + token + 2 * lane()) * args.dt_strides.token;
   }
-  // Before the block meets: dt is asked of device memory before the boxes are, which would be in its way.
+  // dt is asked of device memory while the first boxes are.
   __device__ __forceinline__ Producer(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers)
-      : args(args), maps(maps), s(s), barriers(barriers), ring(ring), chunks((s.tokens + CHUNK - 1) / CHUNK) {
+      : args(args), maps(maps), s(s), barriers(barriers), ring(ring) {
     rewind();
     if (warp() >= HEADS_BLOCK) return;
 #pragma unroll 1
@@ -164,14 +162,13 @@ struct Producer {
   }
 
   // The chunk whose turn it is, from its dt; then `raw` is that of two chunks later, under way.
-  __device__ __forceinline__ void fill(int chunk, RawDt (&raw)[2], float a, float bias, float& after, bool copy_c) {
+  __device__ __forceinline__ void fill(int chunk, RawDt (&raw)[2], float a, float bias, float& after, bool copy_c, int pass) {
     wait_barrier(barriers.empty(at.stage), at.parity ^ 1);
     const bool ends = ends_inside(token);
     if (copies() && (ends || chunk >= STAGES)) copy(token, at.stage, ends ? barriers.tail() : barriers.full(at.stage), copy_c);
     unsigned char* stage = ring + at.stage * STAGE_BYTES;
     if (ends) {
-      wait_barrier(barriers.tail(), tail.parity);
-      tail.advance();
+      wait_barrier(barriers.tail(), pass);  // a segment ends once
       clear_tail(stage, s.tokens - token);
       if (threadIdx.x == 0) mbarrier_arrive(barriers.full(at.stage));  // in place of the copies
     }
@@ -189,14 +186,14 @@ struct Producer {
     dt_at += STEP * args.dt_strides.token;
   }
 
-  // All chunks; with copy_c, C and z of them too. Copies of the first ones are under way before anything waits for device memory. Raw dt is
+  // All chunks, for the first time (pass 0) or the second; with copy_c, C and z of them too. Copies of the first ones are under way before anything waits for device memory. Raw dt is
   // loaded two chunks ahead, and called into L2 some chunks earlier: a loop that holds more of it in registers is unrolled further, and its
   // code, run once each, comes slower than the data.
-  __device__ __forceinline__ void run(bool copy_c) {
+  __device__ __forceinline__ void run(bool copy_c, int pass = 0) {
     if (copies()) {
       RingPosition<STAGES> to = at;
 #pragma unroll 1
-      for (int chunk = 0; chunk < STAGES && chunk < chunks; ++chunk, to.advance()) {
+      for (int chunk = 0; chunk < STAGES && chunk * CHUNK < s.tokens; ++chunk, to.advance()) {
         wait_barrier(barriers.empty(to.stage), to.parity ^ 1);
         if (!ends_inside(token + chunk * STEP)) copy(token + chunk * STEP, to.stage, barriers.full(to.stage), copy_c);
       }
@@ -208,9 +205,9 @@ struct Producer {
     const float a = valid() ? args.A[head] * LOG2_E : 0.f, bias = HAS_DT_BIAS && valid() ? args.dt_bias[head] : 0.f;
     float after = 0.f;
 #pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk += 2) {
-      fill(chunk, even, a, bias, after, copy_c);
-      if (chunk + 1 < chunks) fill(chunk + 1, odd, a, bias, after, copy_c);
+    for (int chunk = 0; chunk * CHUNK < s.tokens; chunk += 2) {
+      fill(chunk, even, a, bias, after, copy_c, pass);
+      if ((chunk + 1) * CHUNK < s.tokens) fill(chunk + 1, odd, a, bias, after, copy_c, pass);
     }
   }
 };
@@ -280,12 +277,56 @@ __device__ __forceinline__ void for_each_state(const int64 (&strides)[3], int se
   });
 }
 
+// Whether a float32 state may be read and written 16 bytes at a time.
+__device__ __forceinline__ bool in_vectors(const void* state, const int64 (&strides)[3]) {
+  return DSTATE % 4 == 0 && reinterpret_cast<unsigned long long>(state) % 16 == 0 && (strides[0] | strides[1] | strides[2]) % 4 == 0;
+}
+// Calls f(vector in memory, whether it lies in the tensor, i) for the elements i, i + 1, i + 4, i + 5 of this thread's state (one row, neighbouring
+// tiles of eight columns), once they are exchanged with the neighbouring lane's: an even lane then has four neighbours of the first tile, an
+// odd one of the second. Eight rows of 64 bytes a warp in place of eight of 8.
+template <typename T, typename F>
+__device__ __forceinline__ void for_each_vector(T* state, const int64 (&strides)[3], int sequence, int head, F&& f) {
+  const int lane = threadIdx.x % 32, column = lane % 2 * 8 + lane % 4 / 2 * 4;
+  T* first = state + sequence * strides[0] + head * strides[1] + state_p(0) * strides[2] + column;
+#pragma unroll
+  for (int i = 0; i < STATE_REGISTERS; i += 8)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool inside = (HEADDIM == 64 || state_p(0) + 8 * r < HEADDIM) && (DSTATE == DSTATE_PADDED || i * 2 + column < DSTATE);
+      f(first + (r ? 8 * strides[2] : 0) + i * 2, inside, i + 2 * r);
+    }
+}
+__device__ __forceinline__ float2 from_neighbour(float x, float y) { return {__shfl_xor_sync(0xffffffffu, x, 1), __shfl_xor_sync(0xffffffffu, y, 1)}; }
+
 // The state before the first token of a sequence.
 __device__ __forceinline__ void load_initial_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
 #pragma unroll
   for (int i = 0; i < STATE_REGISTERS; ++i) state[i] = 0.f;
   if constexpr (INITIAL_DTYPE >= 0) {
     if (head >= end_head(s) || s.tokens < 0) return;
+    if (INITIAL_DTYPE == 2 && in_vectors(args.initial_states, args.initial_strides)) {
+      const bool odd = threadIdx.x % 2;
+      for_each_vector(static_cast<const float*>(args.initial_states), args.initial_strides, s.sequence, head, [&](const float* at, bool inside, int i) {
+        const float4 v = inside ? *reinterpret_cast<const float4*>(at) : make_float4(0.f, 0.f, 0.f, 0.f);
+        state[i] = v.x;
+        state[i + 1] = v.y;
+        state[i + 4] = v.z;
+        state[i + 5] = v.w;
+      });
+#pragma unroll
+      for (int i = 0; i < STATE_REGISTERS; i += 8)
+#pragma unroll
+        for (int r = i; r < i + 4; r += 2) {
+          const float2 low = {state[r], state[r + 1]}, high = {state[r + 4], state[r + 5]};
+          const float2 other = from_neighbour(odd ? low.x : high.x, odd ? low.y : high.y);
+          const float2 first = odd ? other : low, second = odd ? high : other;
+          state[r] = first.x;
+          state[r + 1] = first.y;
+          state[r + 4] = second.x;
+          state[r + 5] = second.y;
+        }
+      return;
+    }
     for_each_state(args.initial_strides, s.sequence, head, [&](int64 at, bool both, int i) {
       state[i] = load_element<INITIAL_DTYPE>(args.initial_states, at);
       if (both) state[i + 1] = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);

@@ -40,6 +40,7 @@ constexpr int STAGE_BYTES = VECTORS_OFFSET + (VECTOR_SETS * VECTORS_BYTES + 1023
 constexpr int BARRIERS_BYTES = 1024;
 constexpr int TAIL_BARRIER_OFFSET = 496;
 constexpr int SEGMENT_OFFSET = 896;  // behind the barriers: the block's Segment, which would cost registers
+constexpr int CONSTANTS_OFFSET = 832;  // and of each set of vectors its Constants
 static_assert(SEGMENT_OFFSET + sizeof(Segment) <= BARRIERS_BYTES);
 
 // Registers after reallocation, in steps of eight; a thread has at most 240.
@@ -81,7 +82,7 @@ struct Barriers {
 
 // Copies one chunk's boxes; one thread.
 __device__ __forceinline__ void copy_stage(const TensorMaps& maps, const Segment& s, int token, unsigned stage, unsigned full) {
-  const int row = static_cast<int>(s.row), slice = slice_of(s);
+  const int row = s.row, slice = slice_of(s);
   mbarrier_arrive_expect_tx(full, VECTORS_OFFSET);
 #pragma unroll
   for (int box = 0; box < SLICE_BOXES; ++box) {
@@ -110,23 +111,35 @@ __device__ __forceinline__ void clear_tail(unsigned char* stage, int row) {
 // warpgroup: the first starts the copies, because it has the least of S to make, and makes the second set of vectors; the next the first.
 template <bool BACKWARD>
 struct Producer {
+  // What the vectors of a set have in common, read anew for each chunk.
+  struct Constants {
+    float a, bias;
+    int tokens;  // of the segment, 0 for a unit past the group
+  };
   bool makes;
-  int tokens;  // of the segment, 0 for a unit past the group
-  float a, bias, after = 0.f;
+  float after = 0.f;
 
   __device__ __forceinline__ static int set() { return 1 - static_cast<int>(threadIdx.x) / 32 % 4; }
   __device__ __forceinline__ static int token_of(const Segment& s, int copy) {
     return (BACKWARD ? (s.tokens + CHUNK - 1) / CHUNK - 1 - copy : copy) * CHUNK;
   }
-  __device__ __forceinline__ Producer(const ForwardArgs& args, const Segment& s) {
+  __device__ __forceinline__ static volatile Constants& constants(unsigned char* ring) {
+    return reinterpret_cast<volatile Constants*>(ring - BARRIERS_BYTES + CONSTANTS_OFFSET)[set()];
+  }
+  __device__ __forceinline__ Producer(const ForwardArgs& args, const Segment& s, unsigned char* ring) {
     const Unit unit = locate_unit(s, set());
     makes = set() >= 0 && set() < VECTOR_SETS;
-    tokens = makes && unit.valid ? s.tokens : 0;
-    a = tokens > 0 ? args.A[unit.head] * LOG2_E : 0.f;
-    bias = HAS_DT_BIAS && tokens > 0 ? args.dt_bias[unit.head] : 0.f;
+    if (makes) {
+      volatile Constants& kept = constants(ring);
+      kept.a = unit.valid ? args.A[unit.head] * LOG2_E : 0.f;
+      kept.bias = HAS_DT_BIAS && unit.valid ? args.dt_bias[unit.head] : 0.f;
+      kept.tokens = unit.valid ? s.tokens : 0;
+      __syncwarp();
+    }
   }
   // This lane's two dt of the copy-th chunk.
-  __device__ __forceinline__ void load_dt(const ForwardArgs& args, const Segment& s, int copy, RawDt (&to)[2]) const {
+  __device__ __forceinline__ void load_dt(const ForwardArgs& args, const Segment& s, unsigned char* ring, int copy, RawDt (&to)[2]) const {
+    const int tokens = makes ? constants(ring).tokens : 0;
     const int token = token_of(s, copy) + 2 * (threadIdx.x % 32);
     const RawDt* from = static_cast<const RawDt*>(args.dt) + s.row * args.dt_strides.batch + (s.first + token) * args.dt_strides.token +
                         locate_unit(s, set()).head * args.dt_strides.head;
@@ -142,14 +155,16 @@ struct Producer {
     // A warp that writes nothing may go on to S, where it waits for every stage; without S it would arrive twice.
     if (!WITH_C || warp == 0 || makes || ends_inside) wait_barrier(barriers.empty(at), copy / STAGES % 2 ^ 1);
     if (threadIdx.x % 128 == 0)
-      copy_stage(maps, s, static_cast<int>(s.first) + token, smem_address(stage), ends_inside ? barriers.tail() : barriers.full(at));
+      copy_stage(maps, s, s.first + token, smem_address(stage), ends_inside ? barriers.tail() : barriers.full(at));
     if (ends_inside) {
       wait_barrier(barriers.tail(), 0);  // a segment ends once
       clear_tail(stage, s.tokens - token);
       if (threadIdx.x % 128 == 0) mbarrier_arrive(barriers.full(at));  // in place of the copies
     }
     if (makes) {
-      const float whole = make_vectors(args, raw, a, bias, tokens - token - 2 * lane, after,
+      const volatile Constants& kept = constants(ring);
+      const float a = kept.a, bias = HAS_DT_BIAS ? kept.bias : 0.f;
+      const float whole = make_vectors(args, raw, a, bias, kept.tokens - token - 2 * lane, after,
                                        reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + set() * (VECTORS * CHUNK / 2) + lane);
       if constexpr (BACKWARD) after += whole;
     }

@@ -106,7 +106,7 @@ __device__ __forceinline__ float* vectors_at(unsigned char* smem, int slot, int 
 
 // Copies of one chunk by one thread, through the tensor memory accelerator: x tiles, then boxes.
 __device__ __forceinline__ void copy_x_tma(const TensorMaps& maps, const Segment& s, int chunk, unsigned char* smem, const Barriers& barriers, int x_slot) {
-  const int token = static_cast<int>(s.first) + chunk * CHUNK, row = static_cast<int>(s.row);
+  const int token = s.first + chunk * CHUNK, row = s.row;
   mbarrier_arrive_expect_tx(barriers.x_full(x_slot), WARPGROUPS * TILE_BYTES);
 #pragma unroll
   for (int i = 0; i < WARPGROUPS; ++i) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void copy_x_tma(const TensorMaps& maps, const Segment
 }
 __device__ __forceinline__ void copy_boxes_tma(const TensorMaps& maps, const Segment& s, int chunk, unsigned char* smem, const Barriers& barriers,
                                                const RingPosition<STAGES>& at) {
-  const int token = static_cast<int>(s.first) + chunk * CHUNK, row = static_cast<int>(s.row);
+  const int token = s.first + chunk * CHUNK, row = s.row;
 #pragma unroll 1
   for (int b = 0; b < DSTATE_BOXES; ++b) {
     wait_barrier(barriers.box_empty(at.stage, b), at.parity ^ 1);

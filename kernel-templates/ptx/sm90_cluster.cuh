@@ -1,12 +1,6 @@
 // Blocks of one cluster: barriers across it and access to each other's shared memory. sm_90.
 #pragma once
 
-__device__ __forceinline__ unsigned cluster_rank() {
-  unsigned r;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
-
 // The barrier of all threads of the cluster, in two steps. Whoever waits sees the mbarriers that any thread made before it arrived, for their
 // inits are fenced, but no other writes: to release those takes thousands of cycles. A thread that needs nothing of the others does not wait.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
@@ -19,20 +13,6 @@ __device__ __forceinline__ unsigned map_to_rank(unsigned address, unsigned rank)
   return r;
 }
 
-__device__ __forceinline__ float4 load_cluster_v4(unsigned address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
-  return v;
-}
-__device__ __forceinline__ float load_cluster(unsigned address) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_cluster_v4(unsigned address, float4 v) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-
 // Stores without waiting, and counts its 16 bytes at a barrier of the same block as `address`: who waits there sees them.
 __device__ __forceinline__ void store_async_v4(unsigned address, float4 v, unsigned barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address), "f"(v.x), "f"(v.y),
@@ -40,10 +20,6 @@ __device__ __forceinline__ void store_async_v4(unsigned address, float4 v, unsig
                : "memory");
 }
 
-// Arrives at a barrier of any block of the cluster; what this thread did and saw before is seen by who waits there.
-__device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
 __device__ __forceinline__ bool mbarrier_try_wait_parity_cluster(unsigned barrier, unsigned parity) {
   unsigned done;
   asm volatile(

@@ -87,6 +87,8 @@ argument_struct! {
         da_cumsum: u64,
         state_weight: u64,
         states: u64,
+        flags: u64,
+        call: u64,
         x_strides: Strides,
         b_strides: Strides,
         c_strides: Strides,
@@ -169,7 +171,7 @@ argument_struct! {
     }
 }
 
-const _: () = assert!(size_of::<ForwardArgs>() == 16 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 18 * 4);
+const _: () = assert!(size_of::<ForwardArgs>() == 18 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 18 * 4);
 const _: () = assert!(size_of::<StepArgs>() == 240 + 6 * 8 + 2 * 4);
 // What a step of one token reads.
 const _: () = assert!(std::mem::offset_of!(StepArgs, dt_token_stride) == 240);

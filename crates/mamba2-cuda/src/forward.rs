@@ -1,13 +1,17 @@
-use std::sync::Arc;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
 
 use mamba2_kernels::render;
 use mamba2_spec::launch::{KernelLaunch, LaunchPlan, WORKSPACE_ALIGN_BYTES, plan};
 use mamba2_spec::rules::check_strategy;
-use mamba2_spec::{ForwardInputs, ForwardOutputs, HasMeta, Problem, StrategyConfig, check_forward};
+use mamba2_spec::{
+    ForwardInputs, ForwardOutputs, HasMeta, Kernel, Problem, StrategyConfig, check_forward,
+};
 use rayon::prelude::*;
 
 use crate::args::{Divisor, ForwardArgs, Reader, first_stride, outer_strides, token_strides};
-use crate::module::Module;
+use crate::module::{Module, Start};
 use crate::tensor_map::{EncodedMaps, TensorMap, TensorMaps};
 use crate::{CudaError, Device, DeviceBuffer, DeviceTensor, Jit, Origin, Stream};
 
@@ -222,10 +226,14 @@ impl LoadedForward {
             // pointers are those of tensors whose shapes, strides and dtypes were checked against the problem the kernel was
             // compiled for; that they are valid was vouched for when they were made.
             unsafe {
-                let overlap = !first && self.device.overlaps_launches();
+                let start = match kernel.launch.kernel {
+                    Kernel::Sm90ChainForward => Start::Together,
+                    _ if !first && self.device.overlaps_launches() => Start::Early,
+                    _ => Start::InOrder,
+                };
                 kernel
                     .module
-                    .launch(stream, &kernel.launch, &args, maps, overlap)
+                    .launch(stream, &kernel.launch, &args, maps, start)
             }?;
             first &= kernel.launch.grid == 0;
         }
@@ -303,6 +311,8 @@ impl LoadedForward {
             da_cumsum: region(w.da_cumsum),
             state_weight: region(w.state_weight),
             states: region(w.states),
+            flags: region(w.flags),
+            call: next_call(),
             x_strides: token_strides(Some(&inputs.x)),
             dt_strides: token_strides(Some(&inputs.dt)),
             b_strides: token_strides(Some(&inputs.b)),
@@ -315,6 +325,13 @@ impl LoadedForward {
             ..self.fixed
         })
     }
+}
+
+/// A number that flags in a workspace do not hold by chance or from an earlier call: the workspace is not cleared.
+fn next_call() -> u64 {
+    static NEXT: LazyLock<AtomicU64> =
+        LazyLock::new(|| AtomicU64::new(RandomState::new().hash_one(std::process::id())));
+    NEXT.fetch_add(1, Ordering::Relaxed) << 16
 }
 
 pub(crate) fn check_stream(stream: &Stream, device: &Device) -> Result<(), CudaError> {

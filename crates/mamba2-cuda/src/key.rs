@@ -180,7 +180,15 @@ mod tests {
     fn arch_and_options_change_the_digest_and_fields_cannot_run_into_each_other() {
         let problem: Problem = "b=1,l=256,h=8,p=64,g=1,n=128".parse().expect("shape");
         let base = identity(&problem, Arch(90), CompileOptions::default())[0].clone();
-        let lineinfo = identity(&problem, Arch(90), CompileOptions { lineinfo: true, ..CompileOptions::default() })[0].clone();
+        let lineinfo = identity(
+            &problem,
+            Arch(90),
+            CompileOptions {
+                lineinfo: true,
+                ..CompileOptions::default()
+            },
+        )[0]
+        .clone();
         let other_arch = identity(&problem, Arch(80), CompileOptions::default())[0].clone();
         assert_ne!(base.digest(), lineinfo.digest());
         assert_ne!(base.digest(), other_arch.digest());

@@ -21,6 +21,17 @@ pub(crate) struct Grid {
     pub smem_bytes: usize,
 }
 
+/// When the blocks of a launch may start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Start {
+    /// Once the kernel enqueued before is done.
+    InOrder,
+    /// While the kernel enqueued before still runs; this one waits for it itself.
+    Early,
+    /// In order, and all of them at once: blocks may wait for each other. An error if they do not fit the device.
+    Together,
+}
+
 impl From<&KernelLaunch> for Grid {
     fn from(launch: &KernelLaunch) -> Grid {
         Grid {
@@ -133,7 +144,6 @@ impl Module {
     }
 
     /// Enqueues one launch with `args` and, if the kernel takes a second parameter, `more`. The device's context must be current.
-    /// With `overlap` it may start while the kernel enqueued before it still runs, and waits for that one itself.
     ///
     /// # Safety
     /// `A` and `B` are the parameter types of the kernel (`more` is `None` if it has one), and every pointer in them is valid on
@@ -144,7 +154,7 @@ impl Module {
         grid: impl Into<Grid>,
         args: &A,
         more: Option<&B>,
-        overlap: bool,
+        start: Start,
     ) -> Result<(), CudaError> {
         let grid = grid.into();
         if grid.blocks == 0 {
@@ -155,39 +165,27 @@ impl Module {
             std::ptr::from_ref(args).cast_mut().cast::<c_void>(),
             more.cast_mut().cast::<c_void>(),
         ];
-        if overlap {
-            return self.launch_overlapping(stream, grid, &mut parameters);
-        }
-        // SAFETY: parameters of the kernel's types, by whoever calls; the driver copies as many as the kernel has and writes none.
-        check("cuLaunchKernel", unsafe {
-            sys::cuLaunchKernel(
-                self.function,
-                grid.blocks,
-                1,
-                1,
-                grid.threads,
-                1,
-                1,
-                grid.smem_bytes as u32,
-                stream.raw(),
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        })
-    }
-
-    fn launch_overlapping(
-        &self,
-        stream: &Stream,
-        grid: Grid,
-        parameters: &mut [*mut c_void],
-    ) -> Result<(), CudaError> {
+        use sys::{CUlaunchAttributeID::*, CUlaunchAttributeValue};
+        let (id, value) = match start {
+            Start::Early => (
+                CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                CUlaunchAttributeValue {
+                    programmaticStreamSerializationAllowed: 1,
+                },
+            ),
+            Start::Together => (
+                CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+                CUlaunchAttributeValue { cooperative: 1 },
+            ),
+            Start::InOrder => (
+                CU_LAUNCH_ATTRIBUTE_IGNORE,
+                CUlaunchAttributeValue { cooperative: 0 },
+            ),
+        };
         let mut attribute = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            id,
             pad: [0; 4],
-            value: sys::CUlaunchAttributeValue {
-                programmaticStreamSerializationAllowed: 1,
-            },
+            value,
         };
         let config = sys::CUlaunchConfig {
             gridDimX: grid.blocks,
@@ -199,9 +197,10 @@ impl Module {
             sharedMemBytes: grid.smem_bytes as u32,
             hStream: stream.raw(),
             attrs: &mut attribute,
-            numAttrs: 1,
+            numAttrs: u32::from(start != Start::InOrder),
         };
-        // SAFETY: as cuLaunchKernel's; config and its one attribute live until the call returns.
+        // SAFETY: parameters of the kernel's types, by whoever calls; the driver copies as many as the kernel has and writes none. The config
+        // and its one attribute live until the call returns.
         check("cuLaunchKernelEx", unsafe {
             sys::cuLaunchKernelEx(
                 &config,

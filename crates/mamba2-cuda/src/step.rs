@@ -6,6 +6,7 @@ use mamba2_spec::{HasMeta, StepInputs, StepOutputs, StepProblem, check_step};
 
 use crate::args::{Reader, StepArgs, first_stride, outer_strides, row_strides};
 use crate::forward::{KernelReport, LoadedKernel, check_stream};
+use crate::module::Start;
 use crate::{CudaError, Device, DeviceTensor, Jit, Stream};
 
 /// A decode step of one problem with one config, compiled and loaded.
@@ -130,9 +131,13 @@ impl LoadedStep {
         // SAFETY: state_update takes one StepArgs by value. Its pointers are those of tensors that were checked against the problem the
         // kernel was compiled for; that they are valid was vouched for when they were made.
         unsafe {
-            self.kernel
-                .module
-                .launch(stream, &self.kernel.launch, &args, None::<&()>, false)
+            self.kernel.module.launch(
+                stream,
+                &self.kernel.launch,
+                &args,
+                None::<&()>,
+                Start::InOrder,
+            )
         }
     }
 

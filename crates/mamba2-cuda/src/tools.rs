@@ -5,7 +5,7 @@ use mamba2_spec::Dtype;
 
 use crate::args::{CompareArgs, CopyArgs};
 use crate::forward::check_stream;
-use crate::module::{Grid, Module};
+use crate::module::{Grid, Module, Start};
 use crate::stream::Stream;
 use crate::{CudaError, Device, DeviceBuffer, Jit};
 
@@ -88,7 +88,7 @@ impl Copier {
         // SAFETY: tool_copy takes one CopyArgs by value. Both buffers have that many vectors, and addresses of allocations are aligned.
         unsafe {
             self.module
-                .launch(stream, grid(blocks), &args, None::<&()>, false)
+                .launch(stream, grid(blocks), &args, None::<&()>, Start::InOrder)
         }
     }
 }
@@ -125,7 +125,7 @@ impl Nothing {
         unsafe {
             let parameters: AnyParameters = [0; 128];
             self.module
-                .launch(stream, grid(1), &parameters, None::<&()>, false)
+                .launch(stream, grid(1), &parameters, None::<&()>, Start::InOrder)
         }
     }
 }
@@ -270,7 +270,7 @@ impl Comparer {
         // for each row of the first axis, and writes one result a thread, for at most COMPARE_BLOCKS of which `found` was made.
         unsafe {
             self.module
-                .launch(stream, grid(blocks), &args, None::<&()>, false)
+                .launch(stream, grid(blocks), &args, None::<&()>, Start::InOrder)
         }?;
         drop(bound);
         stream.synchronize()?;

@@ -49,7 +49,10 @@ fn a_broken_kernel_gives_the_compilers_log_verbatim_and_the_path_of_the_source()
 fn source_lines_are_in_the_cubin_if_asked_for() {
     let Some(nvrtc) = nvrtc() else { return };
     let lines = |lineinfo| {
-        let options = mamba2_cuda::CompileOptions { lineinfo, ..Default::default() };
+        let options = mamba2_cuda::CompileOptions {
+            lineinfo,
+            ..Default::default()
+        };
         let compiled = nvrtc
             .compile_with(&tiny(GOOD, 0), Arch(90), options)
             .expect("compiles");

@@ -87,6 +87,8 @@ void fill(ForwardArgs& a) {
   pointer(a.da_cumsum, "da_cumsum");
   pointer(a.state_weight, "state_weight");
   pointer(a.states, "states");
+  pointer(a.flags, "flags");
+  a.call = static_cast<unsigned long long>(number("call"));
   three(a.initial_strides, "state_strides");
   three(a.final_strides, "state_strides");
   a.seqlen = static_cast<int>(number("axes", 1));

@@ -31,6 +31,7 @@ pub(crate) const RUNTIME: &[(&str, &str)] = runtime![
     "ptx/mma.cuh",
     "ptx/prefetch.cuh",
     "ptx/sm90_barrier.cuh",
+    "ptx/grid_flag.cuh",
     "ptx/sm90_cluster.cuh",
     "ptx/sm90_tma.cuh",
     "ptx/sm90_wgmma.cuh",

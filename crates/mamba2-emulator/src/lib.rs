@@ -122,6 +122,7 @@ impl Emulator {
             ("da_cumsum", plan.workspace.da_cumsum),
             ("state_weight", plan.workspace.state_weight),
             ("states", plan.workspace.states),
+            ("flags", plan.workspace.flags),
         ] {
             job.set(name, [workspace + region.offset_bytes + 1]);
         }
@@ -142,12 +143,12 @@ impl Emulator {
         job.set("chunks_per_row", [plan.slots_per_row]);
         job.set("segment", [plan.segment]);
         job.set("scanned", [u8::from(plan.scanned())]);
+        job.set("call", [1_u64 << 16]);
         for ((config, program), launch) in kernels.iter().zip(&programs).zip(&plan.launches) {
             if launch.grid == 0 {
                 continue;
             }
             let cluster = match config {
-                KernelConfig::Sm90ClusterForward(c) => c.cluster,
                 KernelConfig::Sm90SplitFusedForward(_) => launch::dstate_slices(problem) as u32,
                 _ => 1,
             };

@@ -36,7 +36,7 @@ const ALL: &[&str] = &[
     "three_kernel",
     "sm90_fused",
     "sm90_swap_fused",
-    "sm90_cluster",
+    "sm90_chain",
 ];
 
 #[test]
@@ -97,11 +97,7 @@ fn headdim_128_shares_s_between_its_two_tiles() {
 
 #[test]
 fn dstate_256_and_512() {
-    every_strategy(
-        "b=1,l=200,h=2,p=64,g=1,n=256",
-        &["three_kernel", "sm90_fused", "sm90_swap_fused"],
-        Timing::Late,
-    );
+    every_strategy("b=1,l=200,h=2,p=64,g=1,n=256", ALL, Timing::Late);
     every_strategy(
         "b=1,l=200,h=1,p=64,g=1,n=512",
         &["three_kernel", "sm90_swap_fused", "sm90_split_fused"],
@@ -199,15 +195,12 @@ fn three_warpgroups_of_half_a_head() {
 }
 
 #[test]
-fn a_cluster_whose_segments_do_not_fit_the_ring() {
+fn a_chain_whose_segments_do_not_fit_the_ring() {
     let problem: Problem = "b=1,l=700,h=2,p=64,g=1,n=64".parse().unwrap();
     let strategy = with(
         &problem,
-        "sm90_cluster",
-        &[(
-            Kernel::Sm90ClusterForward,
-            "cluster=4,warpgroups=2,stages=2",
-        )],
+        "sm90_chain",
+        &[(Kernel::Sm90ChainForward, "segments=4,warpgroups=2,stages=2")],
     );
     check(&problem, &strategy, Timing::Late);
 }

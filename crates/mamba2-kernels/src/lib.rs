@@ -18,7 +18,8 @@
 use std::fmt::Write;
 
 use mamba2_spec::launch::{
-    KernelLaunch, SEGMENTS_WITHOUT_SCAN, kernel_launch, segment_state_elems, states_row_elems, step_launch,
+    KernelLaunch, SEGMENTS_WITHOUT_SCAN, kernel_launch, segment_state_elems, states_row_elems,
+    step_launch,
 };
 use mamba2_spec::parameters::StateUpdate;
 use mamba2_spec::{
@@ -57,6 +58,7 @@ pub const HEADERS: &[(&str, &str)] = templates![
     "ptx/mma.cuh",
     "ptx/prefetch.cuh",
     "ptx/sm90_barrier.cuh",
+    "ptx/grid_flag.cuh",
     "ptx/sm90_cluster.cuh",
     "ptx/sm90_tma.cuh",
     "ptx/sm90_wgmma.cuh",
@@ -74,7 +76,7 @@ const ENTRIES: &[(&str, &str)] = templates![
     "sm90_swap_fused_forward.cu",
     "sm90_split_segment_state.cu",
     "sm90_split_fused_forward.cu",
-    "sm90_cluster_forward.cu",
+    "sm90_chain_forward.cu",
     "state_update.cu",
 ];
 

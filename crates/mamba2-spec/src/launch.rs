@@ -1,7 +1,7 @@
 //! Everything derived from a problem and a config: grids, threads, shared memory, workspace. Pure functions, never stored.
 
 use crate::parameters::{
-    ChunkCumsum, ComputeOut, FwdPassState, SegmentScan, Sm90ClusterForward, StateUpdate,
+    ChunkCumsum, ComputeOut, FwdPassState, SegmentScan, Sm90ChainForward, StateUpdate,
 };
 use crate::{DeviceFacts, Dtype, Kernel, KernelConfig, Problem, StepProblem, StrategyConfig};
 
@@ -52,6 +52,8 @@ pub struct Workspace {
     /// Three kernels: state at each chunk start, x's dtype, `[slots, nheads, headdim, dstate rounded up to 8]`. Fused: f32, at each
     /// segment start but a sequence's first; da_cumsum then holds each segment's whole G, `[slots, nheads]`.
     pub states: Region,
+    /// Chain: u64 `[slots, nheads]`, which say that a segment's state is there.
+    pub flags: Region,
     /// Bytes of the whole.
     pub total_bytes: usize,
 }
@@ -92,11 +94,7 @@ pub fn segment_state_elems(problem: &Problem) -> usize {
 
 /// Float32 numbers that hold G: differences of one lose digits where G is large, which 16-bit inputs do not see.
 fn sum_words(problem: &Problem) -> usize {
-    if problem.dtype == Dtype::F32 {
-        2
-    } else {
-        1
-    }
+    if problem.dtype == Dtype::F32 { 2 } else { 1 }
 }
 
 fn tile_bytes(rows: usize, cols: u32, elem_bytes: usize) -> usize {
@@ -201,12 +199,8 @@ impl Sm90Launch {
         let x_and_z = heads * if with_c && problem.z { 2 } else { 1 };
         let tiles = (boxes * if with_c { 2 } else { 1 } + x_and_z) * SM90_BOX_BYTES;
         let vectors = (heads * SM90_VECTORS_BYTES).next_multiple_of(1024);
-        // Of each consumer: two tiles of S, and two boxes of Y or, in a cluster, the exchanged state in whose place they come.
-        let own = match self.kernel {
-            Kernel::Sm90SegmentState => 0,
-            Kernel::Sm90ClusterForward => 2 + 2 * boxes,
-            _ => 4,
-        };
+        // Of each consumer: two tiles of S, and two boxes of Y.
+        let own = if with_c { 4 } else { 0 };
         1024 + self.stages as usize * (tiles + vectors)
             + self.warpgroups as usize * own * SM90_BOX_BYTES
     }
@@ -221,7 +215,14 @@ impl Sm90Launch {
         let blocks = self.blocks_per_group(problem);
         let threads = self.threads();
         let smem_bytes = self.smem_bytes(problem);
-        segment_launch(self.kernel, self.segment, problem, blocks, threads, smem_bytes)
+        segment_launch(
+            self.kernel,
+            self.segment,
+            problem,
+            blocks,
+            threads,
+            smem_bytes,
+        )
     }
 
     /// A producer, the consumers and, for C B^T, one more warpgroup.
@@ -231,21 +232,21 @@ impl Sm90Launch {
     }
 }
 
-fn cluster_forward_launch(c: &Sm90ClusterForward, problem: &Problem) -> KernelLaunch {
+fn chain_forward_launch(c: &Sm90ChainForward, problem: &Problem) -> KernelLaunch {
     let forward = Sm90Launch {
-        kernel: Kernel::Sm90ClusterForward,
+        kernel: Kernel::Sm90ChainForward,
         segment: 0,
         heads: 1,
         warpgroups: c.warpgroups,
         stages: c.stages,
     };
     let per_group = forward.blocks_per_group(problem);
-    let clusters = (problem.sequences() * problem.ngroups * per_group) as u64;
-    let blocks = clusters * u64::from(c.cluster);
+    let chains = (problem.sequences() * problem.ngroups * per_group) as u64;
+    let blocks = chains * u64::from(c.segments);
     KernelLaunch {
         blocks_per_group: per_group as u32,
         ..launch(
-            Kernel::Sm90ClusterForward,
+            Kernel::Sm90ChainForward,
             blocks,
             blocks,
             forward.threads(),
@@ -410,7 +411,7 @@ pub fn kernel_launch(
             stages: c.stages,
         }
         .launch(problem),
-        KernelConfig::Sm90ClusterForward(c) => cluster_forward_launch(c, problem),
+        KernelConfig::Sm90ChainForward(c) => chain_forward_launch(c, problem),
         KernelConfig::StateUpdate(_) => launch(Kernel::StateUpdate, 0, 0, 32, 0),
     }
 }
@@ -486,7 +487,7 @@ pub fn plan(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) ->
         })
         .collect();
     let (slots, slots_per_row) = match config.segment() {
-        _ if matches!(config, StrategyConfig::Sm90Cluster(_)) => (problem.sequences(), 1),
+        _ if matches!(config, StrategyConfig::Sm90Chain(_)) => (problem.sequences(), 1),
         None => {
             let chunk_size = config.chunk_size() as usize;
             (
@@ -523,10 +524,18 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
         at += bytes.next_multiple_of(WORKSPACE_ALIGN_BYTES);
         region
     };
-    let mut workspace = match config.segment() {
-        // States go from block to block through shared memory.
-        _ if matches!(config, StrategyConfig::Sm90Cluster(_)) => Workspace::default(),
-        None => {
+    let per_state = problem.nheads * segment_state_elems(problem) * 4;
+    let mut workspace = match (config, config.segment()) {
+        (StrategyConfig::Sm90Chain(c), _) => {
+            let slots = problem.sequences() * (c.chain_forward.segments as usize - 1);
+            Workspace {
+                da_cumsum: region(slots * problem.nheads * 4),
+                states: region(slots * per_state),
+                flags: region(slots * problem.nheads * 8),
+                ..Workspace::default()
+            }
+        }
+        (_, None) => {
             let chunk_size = config.chunk_size() as usize;
             let slots = problem.chunk_slots(chunk_size);
             let per_token = slots * problem.nheads * chunk_size * 4;
@@ -541,14 +550,14 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
                         * states_row_elems(problem)
                         * problem.dtype.size_bytes(),
                 ),
-                total_bytes: 0,
+                ..Workspace::default()
             }
         }
-        Some(segment) => {
+        (_, Some(segment)) => {
             let slots = segment_slots(segment, problem);
             Workspace {
                 da_cumsum: region(slots * problem.nheads * 4),
-                states: region(slots * problem.nheads * segment_state_elems(problem) * 4),
+                states: region(slots * per_state),
                 ..Workspace::default()
             }
         }

@@ -32,7 +32,7 @@ pub use error::SpecError;
 pub use problem::{Alignment, ChunkSize, DKind, DtLimit, Precision, Problem};
 pub use step::{StepProblem, StepVectors};
 pub use strategy::{
-    Kernel, KernelConfig, Sm90ClusterConfig, Sm90FusedConfig, Sm90SplitFusedConfig,
+    Kernel, KernelConfig, Sm90ChainConfig, Sm90FusedConfig, Sm90SplitFusedConfig,
     Sm90SwapFusedConfig, StrategyConfig, ThreeKernelConfig,
 };
 pub use tensors::{

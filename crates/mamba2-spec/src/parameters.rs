@@ -382,10 +382,10 @@ parameter_table! {
         stages: STAGES = 2 in [2, 3, 4] unit "chunks";
     }
 
-    /// Parameters of `sm90_cluster_forward`: the whole forward pass in one launch, a cluster of blocks a sequence.
-    Sm90ClusterForward for Sm90ClusterForward {
-        /// Blocks per cluster: segments that a sequence is split into.
-        cluster: CLUSTER = 8 in [2, 4, 8] unit "blocks";
+    /// Parameters of `sm90_chain_forward`: the whole forward pass in one launch, a chain of blocks a sequence.
+    Sm90ChainForward for Sm90ChainForward {
+        /// Segments that a sequence is split into, a block each.
+        segments: SEGMENTS = 4 in [2, 4] unit "blocks";
         /// Consumer warpgroups per block; they share the B and C tiles.
         warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
         /// 64-token chunks in flight; a segment of no more is copied once.

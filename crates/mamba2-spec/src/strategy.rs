@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::SpecError;
 use crate::parameters::{
-    ChunkCumsum, ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90ClusterForward,
+    ChunkCumsum, ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90ChainForward,
     Sm90FusedForward, Sm90SegmentState, Sm90SplitFusedForward, Sm90SplitSegmentState,
     Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
 };
@@ -33,8 +33,8 @@ pub enum Kernel {
     Sm90SplitSegmentState,
     /// As [`Kernel::Sm90FusedForward`] for any headdim, dstate up to 512 in two slices, a block each (Hopper).
     Sm90SplitFusedForward,
-    /// Y and the final state in one launch, a cluster of blocks a sequence (Hopper).
-    Sm90ClusterForward,
+    /// Y and the final state in one launch, a chain of blocks a sequence (Hopper).
+    Sm90ChainForward,
     /// One decode step.
     StateUpdate,
 }
@@ -52,7 +52,7 @@ impl Kernel {
         Kernel::Sm90SwapFusedForward,
         Kernel::Sm90SplitSegmentState,
         Kernel::Sm90SplitFusedForward,
-        Kernel::Sm90ClusterForward,
+        Kernel::Sm90ChainForward,
         Kernel::StateUpdate,
     ];
 
@@ -69,7 +69,7 @@ impl Kernel {
             | Kernel::Sm90FusedForward
             | Kernel::Sm90SplitSegmentState
             | Kernel::Sm90SplitFusedForward
-            | Kernel::Sm90ClusterForward => Some(64),
+            | Kernel::Sm90ChainForward => Some(64),
             Kernel::Sm90SwapSegmentState | Kernel::Sm90SwapFusedForward => Some(32),
             _ => None,
         }
@@ -88,7 +88,7 @@ impl Kernel {
             Kernel::Sm90SwapFusedForward => "sm90_swap_fused_forward",
             Kernel::Sm90SplitSegmentState => "sm90_split_segment_state",
             Kernel::Sm90SplitFusedForward => "sm90_split_fused_forward",
-            Kernel::Sm90ClusterForward => "sm90_cluster_forward",
+            Kernel::Sm90ChainForward => "sm90_chain_forward",
             Kernel::StateUpdate => "state_update",
         }
     }
@@ -179,9 +179,9 @@ pub struct Sm90SplitFusedConfig {
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 #[serde(deny_unknown_fields)]
-pub struct Sm90ClusterConfig {
+pub struct Sm90ChainConfig {
     /// The only launch.
-    pub cluster_forward: Sm90ClusterForward,
+    pub chain_forward: Sm90ChainForward,
 }
 
 /// How a forward pass is done, with every searched parameter. The only thing a tuning database stores.
@@ -196,8 +196,8 @@ pub enum StrategyConfig {
     Sm90SwapFused(Sm90SwapFusedConfig),
     /// sm90_split_segment_state, segment_scan, sm90_split_fused_forward.
     Sm90SplitFused(Sm90SplitFusedConfig),
-    /// sm90_cluster_forward.
-    Sm90Cluster(Sm90ClusterConfig),
+    /// sm90_chain_forward.
+    Sm90Chain(Sm90ChainConfig),
 }
 
 impl StrategyConfig {
@@ -208,7 +208,7 @@ impl StrategyConfig {
             StrategyConfig::Sm90Fused(_) => "sm90_fused",
             StrategyConfig::Sm90SwapFused(_) => "sm90_swap_fused",
             StrategyConfig::Sm90SplitFused(_) => "sm90_split_fused",
-            StrategyConfig::Sm90Cluster(_) => "sm90_cluster",
+            StrategyConfig::Sm90Chain(_) => "sm90_chain",
         }
     }
 
@@ -219,14 +219,14 @@ impl StrategyConfig {
             StrategyConfig::Sm90Fused(_)
             | StrategyConfig::Sm90SwapFused(_)
             | StrategyConfig::Sm90SplitFused(_)
-            | StrategyConfig::Sm90Cluster(_) => 64,
+            | StrategyConfig::Sm90Chain(_) => 64,
         }
     }
 
     /// Tokens per segment of a strategy that splits sequences into segments of one length; 0 is the whole sequence.
     pub fn segment(&self) -> Option<u32> {
         match self {
-            StrategyConfig::ThreeKernel(_) | StrategyConfig::Sm90Cluster(_) => None,
+            StrategyConfig::ThreeKernel(_) | StrategyConfig::Sm90Chain(_) => None,
             StrategyConfig::Sm90Fused(c) => Some(c.fused_forward.segment),
             StrategyConfig::Sm90SwapFused(c) => Some(c.fused_forward.segment),
             StrategyConfig::Sm90SplitFused(c) => Some(c.fused_forward.segment),
@@ -236,7 +236,7 @@ impl StrategyConfig {
     /// The same with segments of another length; a strategy without segments as it is.
     pub fn with_segment(mut self, segment: u32) -> StrategyConfig {
         match &mut self {
-            StrategyConfig::ThreeKernel(_) | StrategyConfig::Sm90Cluster(_) => {}
+            StrategyConfig::ThreeKernel(_) | StrategyConfig::Sm90Chain(_) => {}
             StrategyConfig::Sm90Fused(c) => {
                 c.segment_state.segment = segment;
                 c.segment_scan.segment = segment;
@@ -288,8 +288,8 @@ impl StrategyConfig {
                 KernelConfig::SegmentScan(c.segment_scan),
                 KernelConfig::Sm90SplitFusedForward(c.fused_forward),
             ],
-            StrategyConfig::Sm90Cluster(c) => {
-                vec![KernelConfig::Sm90ClusterForward(c.cluster_forward)]
+            StrategyConfig::Sm90Chain(c) => {
+                vec![KernelConfig::Sm90ChainForward(c.chain_forward)]
             }
         }
     }
@@ -321,8 +321,8 @@ impl StrategyConfig {
             (StrategyConfig::Sm90SplitFused(c), KernelConfig::Sm90SplitFusedForward(k)) => {
                 c.fused_forward = k
             }
-            (StrategyConfig::Sm90Cluster(c), KernelConfig::Sm90ClusterForward(k)) => {
-                c.cluster_forward = k
+            (StrategyConfig::Sm90Chain(c), KernelConfig::Sm90ChainForward(k)) => {
+                c.chain_forward = k
             }
             _ => return None,
         }
@@ -348,7 +348,7 @@ impl StrategyConfig {
             | StrategyConfig::Sm90SplitFused(_) => {
                 format!("segment={}", self.segment().unwrap_or_default())
             }
-            StrategyConfig::Sm90Cluster(_) => "one launch".into(),
+            StrategyConfig::Sm90Chain(_) => "one launch".into(),
         }
     }
 }
@@ -420,6 +420,6 @@ kernel_config!(
     Sm90SwapFusedForward,
     Sm90SplitSegmentState,
     Sm90SplitFusedForward,
-    Sm90ClusterForward,
+    Sm90ChainForward,
     StateUpdate
 );

@@ -356,7 +356,7 @@ fn kernel_value(config: &KernelConfig) -> Value {
         KernelConfig::Sm90SwapFusedForward(c) => to_value(c),
         KernelConfig::Sm90SplitSegmentState(c) => to_value(c),
         KernelConfig::Sm90SplitFusedForward(c) => to_value(c),
-        KernelConfig::Sm90ClusterForward(c) => to_value(c),
+        KernelConfig::Sm90ChainForward(c) => to_value(c),
         KernelConfig::StateUpdate(c) => to_value(c),
     }
 }

@@ -3,7 +3,6 @@
 constexpr int SM_ARCH = 90; // compute capability, major * 10 + minor
 constexpr int HEADDIM = 64; // elements of x per head
 constexpr int DSTATE = 512; // state size
-constexpr int HEADS_PER_GROUP = 8; // heads that share B and C
 constexpr int X_DTYPE = 0; // -1 none, 0 bf16, 1 f16, 2 f32
 constexpr int DT_DTYPE = 0; // -1 none, 0 bf16, 1 f16, 2 f32
 constexpr int D_KIND = 1; // 0 none, 1 [nheads], 2 [nheads, headdim]
@@ -17,6 +16,8 @@ constexpr int PACKED = 0; // sequences packed in one row, offsets in cu_seqlens
 constexpr int USE_TF32 = 0; // one TF32 product instead of three for f32
 constexpr int ALIGNED = 1; // views allow 16-byte copies
 constexpr int STATES_ROW = 512; // row of a chunk state in the workspace, elements
+constexpr int STATE_ELEMS = 32768; // elements of a segment state in the workspace
+constexpr int SEGMENTS_WITHOUT_SCAN = 4; // segments of a sequence that the forward pass adds up itself
 constexpr int BLOCK_HEAD = 32; // tuned, elements of headdim
 constexpr int WARPGROUPS = 2; // tuned, warpgroups
 constexpr int STAGES = 1; // tuned, chunks

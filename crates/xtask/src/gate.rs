@@ -227,7 +227,7 @@ fn case_against_rule(id: &str) -> Option<Case> {
                 | KernelConfig::Sm90SwapFusedForward(_)
                 | KernelConfig::Sm90SplitSegmentState(_)
                 | KernelConfig::Sm90SplitFusedForward(_) => {}
-                KernelConfig::Sm90ClusterForward(c) => c.cluster = 3,
+                KernelConfig::Sm90ChainForward(c) => c.segments = 3,
                 KernelConfig::StateUpdate(c) => c.row_threads = 6,
             }
             [config, odd]

@@ -315,7 +315,11 @@ mod tests {
     #[test]
     fn options_are_sorted_and_free_of_paths() {
         for lineinfo in [false, true] {
-            let list = CompileOptions { lineinfo }.to_list();
+            let list = CompileOptions {
+                lineinfo,
+                ..CompileOptions::default()
+            }
+            .to_list();
             assert!(list.is_sorted(), "{list:?}");
             assert!(
                 list.iter().all(|o| !o.contains('/') && !o.contains("fast")),

@@ -37,6 +37,7 @@ pub fn tiny(source: &'static str, smem_bytes: usize) -> Rendered {
             threads: 128,
             smem_bytes,
             work_items: 1,
+            blocks_per_group: 1,
         },
     }
 }

@@ -3,7 +3,6 @@
 
 #include "ptx/sm90_barrier.cuh"
 
-inline unsigned cluster_rank() { return static_cast<unsigned>(emulator::current().block); }
 inline void cluster_arrive() { emulator::cluster_arrive(); }
 inline void cluster_wait() { emulator::cluster_wait(); }
 inline unsigned map_to_rank(unsigned address, unsigned rank) { return address | rank << 24; }
@@ -12,26 +11,12 @@ namespace emulator {
 inline unsigned char* in_cluster(unsigned address) { return shared_of(static_cast<int>(address >> 24)) + (address & 0xffffffu); }
 }  // namespace emulator
 
-inline float4 load_cluster_v4(unsigned address) {
-  float4 v;
-  std::memcpy(&v, emulator::in_cluster(address), 16);
-  return v;
-}
-inline float load_cluster(unsigned address) {
-  float v;
-  std::memcpy(&v, emulator::in_cluster(address), 4);
-  return v;
-}
-inline void store_cluster_v4(unsigned address, float4 v) { std::memcpy(emulator::in_cluster(address), &v, 16); }
 inline void store_async_v4(unsigned address, float4 v, unsigned barrier) {
   if (address >> 24 != barrier >> 24) emulator::fault("st.async counts at a barrier of another block");
   if (address % 16) emulator::fault("st.async of 16 bytes is not aligned");
-  store_cluster_v4(address, v);
+  std::memcpy(emulator::in_cluster(address), &v, 16);
   emulator::MemoryBarrier& b = emulator::memory_barrier(static_cast<int>(barrier >> 24), barrier & 0xffffffu);
   b.bytes -= 16;
   b.complete();
-}
-inline void mbarrier_arrive_cluster(unsigned barrier) {
-  emulator::memory_barrier(static_cast<int>(barrier >> 24), barrier & 0xffffffu).arrive();
 }
 inline bool mbarrier_try_wait_parity_cluster(unsigned barrier, unsigned parity) { return mbarrier_try_wait_parity(barrier, parity); }

@@ -1,9 +1,8 @@
-// Generated for sm90_cluster_forward on sm_90a: every constant the templates take.
+// Generated for sm90_chain_forward on sm_90a: every constant the templates take.
 #pragma once
 constexpr int SM_ARCH = 90; // compute capability, major * 10 + minor
 constexpr int HEADDIM = 64; // elements of x per head
 constexpr int DSTATE = 128; // state size
-constexpr int HEADS_PER_GROUP = 8; // heads that share B and C
 constexpr int X_DTYPE = 0; // -1 none, 0 bf16, 1 f16, 2 f32
 constexpr int DT_DTYPE = 0; // -1 none, 0 bf16, 1 f16, 2 f32
 constexpr int D_KIND = 1; // 0 none, 1 [nheads], 2 [nheads, headdim]
@@ -17,8 +16,10 @@ constexpr int PACKED = 0; // sequences packed in one row, offsets in cu_seqlens
 constexpr int USE_TF32 = 0; // one TF32 product instead of three for f32
 constexpr int ALIGNED = 1; // views allow 16-byte copies
 constexpr int STATES_ROW = 128; // row of a chunk state in the workspace, elements
-constexpr int CLUSTER = 8; // tuned, blocks
-constexpr int WARPGROUPS = 1; // tuned, warpgroups
+constexpr int STATE_ELEMS = 8192; // elements of a segment state in the workspace
+constexpr int SEGMENTS_WITHOUT_SCAN = 4; // segments of a sequence that the forward pass adds up itself
+constexpr int SEGMENTS = 4; // tuned, blocks
+constexpr int WARPGROUPS = 2; // tuned, warpgroups
 constexpr int STAGES = 2; // tuned, chunks
-constexpr int THREADS = 384; // threads per block
-constexpr int SMEM_BYTES = 152576; // dynamic shared memory of a block
+constexpr int THREADS = 512; // threads per block
+constexpr int SMEM_BYTES = 171008; // dynamic shared memory of a block
