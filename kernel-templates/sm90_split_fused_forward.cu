@@ -215,17 +215,22 @@ __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const 
     for (int piece = 0; piece < PIECES; ++piece) load_segment_state<1>(args, s, unit.head, unit.p0, n0 / 8 + piece * PIECE_BOXES * 8, state[piece]);
     return;
   }
+  const int64 row_step = 8 * args.initial_strides[2], first = s.sequence * args.initial_strides[0] + unit.head * args.initial_strides[1] +
+                                                            (unit.p0 + state_p(0)) * args.initial_strides[2] + n0 + state_n(0);
 #pragma unroll
   for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
-    for (int i = 0; i < PIECE_REGISTERS; ++i) {
-      const int p = unit.p0 + state_p(i), n = n0 + piece * PIECE_BOXES * 64 + state_n(i);
-      state[piece][i] = 0.f;
+    for (int i = 0; i < PIECE_REGISTERS; i += 2) {
+      float2 v = make_float2(0.f, 0.f);
       if constexpr (INITIAL_DTYPE >= 0) {
-        if (unit.valid && p < HEADDIM && n < DSTATE)
-          state[piece][i] = load_element<INITIAL_DTYPE>(args.initial_states, s.sequence * args.initial_strides[0] + unit.head * args.initial_strides[1] +
-                                                                                 p * args.initial_strides[2] + n);
+        const int row = i / 2 % 2 * 8, column = piece * PIECE_BOXES * 64 + i / 4 * 8;
+        const bool inside = unit.valid && unit.p0 + state_p(0) + row < HEADDIM;
+        const int64 at = first + (row ? row_step : 0) + column;
+        if (inside && n0 + state_n(0) + column < DSTATE) v.x = load_element<INITIAL_DTYPE>(args.initial_states, at);
+        if (inside && n0 + state_n(0) + column + 1 < DSTATE) v.y = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
       }
+      state[piece][i] = v.x;
+      state[piece][i + 1] = v.y;
     }
 }
 

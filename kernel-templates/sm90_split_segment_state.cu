@@ -21,8 +21,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_split_segment_stat
   griddepcontrol_launch_dependents();
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
-  const Segment s = locate_segment(args, blockIdx.x);
-  if (s.tokens < 0 || s.last) return;
+  const Segment located = locate_segment(args, blockIdx.x);
+  if (located.tokens < 0 || located.last) return;
+  Segment& s = *reinterpret_cast<Segment*>(smem + SEGMENT_OFFSET);
+  if (threadIdx.x == 0) s = located;
   barriers.init();
   __syncthreads();
 
