@@ -342,7 +342,7 @@ fn the_whole_job_runs_is_killed_resumed_merged_verified_bundled_and_replayed_wit
 #[test]
 fn p1_a_second_process_measures_nothing_and_p6_held_out_shapes_are_told_with_their_distance() {
     let bench = Bench::new();
-    let shape = "b=1,l=1024,h=2,p=32,g=1,n=32";
+    let shape = "b=1,l=4096,h=2,p=32,g=1,n=32";
     tune(&bench, "cache", &script(0), &["--shape", shape]).ok();
     let again = tune(&bench, "cache", &script(0), &["--shape", shape, "--json"]).ok();
     let counts = &report(&again)["shapes"][0]["counts"];
@@ -350,7 +350,7 @@ fn p1_a_second_process_measures_nothing_and_p6_held_out_shapes_are_told_with_the
     let before = snapshot(&bench.path("cache")).unwrap();
 
     // What the nearest match gives, measured beside the default: the record's parameters with segments of this length.
-    let near = "b=1,l=1500,h=2,p=32,g=1,n=32";
+    let near = "b=1,l=6000,h=2,p=32,g=1,n=32";
     let lent = db(
         &bench,
         "cache",
@@ -381,10 +381,10 @@ fn p1_a_second_process_measures_nothing_and_p6_held_out_shapes_are_told_with_the
     .ok();
     let wanted = format!(
         "tier        local nearest, distance {:.2} from ",
-        (1500f64 / 1024.0).log2()
+        (6000f64 / 4096.0).log2()
     );
     assert!(explained.stdout.contains(&wanted), "{explained:?}");
-    assert!(explained.stdout.contains("l=1024"), "{explained:?}");
+    assert!(explained.stdout.contains("l=4096"), "{explained:?}");
     let after = snapshot(&bench.path("cache")).unwrap();
     assert_eq!(before.digest(), after.digest(), "the check stores nothing");
 

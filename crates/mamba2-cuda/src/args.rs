@@ -312,7 +312,7 @@ mod tests {
             };
             let (size, align) = match ty {
                 pointer if pointer.ends_with('*') => (8, 8),
-                "int64" => (8, 8),
+                "int64" | "unsigned long long" => (8, 8),
                 "Strides" => (24, 8),
                 "RowStrides" => (16, 8),
                 "Divisor" => (12, 4),

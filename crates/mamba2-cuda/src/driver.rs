@@ -40,7 +40,6 @@ const FUNCTIONS: &[&str] = &[
     "cuGraphInstantiateWithFlags",
     "cuGraphLaunch",
     "cuInit",
-    "cuLaunchKernel",
     "cuLaunchKernelEx",
     "cuMemAlloc_v2",
     "cuMemFree_v2",

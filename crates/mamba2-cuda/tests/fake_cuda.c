@@ -94,7 +94,6 @@ int cuModuleUnload(Handle m) { return NOTE; }
 int cuModuleGetFunction(Handle* f, Handle m, const char* name) { *f = (Handle)0x3000; return NOTE; }
 int cuFuncGetAttribute(int* v, int a, Handle f) { *v = 0; return NOTE; }
 int cuFuncSetAttribute(Handle f, int a, int v) { return NOTE; }
-int cuLaunchKernel(Handle f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, Handle s, void** p, void** e) { return NOTE; }
 int cuLaunchKernelEx(const void* config, Handle f, void** p, void** e) { return NOTE; }
 int cuTensorMapEncodeTiled(void* map, int dtype, unsigned rank, void* address, const unsigned long long* dims, const unsigned long long* strides, const unsigned* box, const unsigned* steps, int i, int s, int l, int f) {
   NOTE;

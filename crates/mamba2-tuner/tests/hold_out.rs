@@ -14,14 +14,14 @@ fn shape(l: usize) -> Target {
     Target::Forward(format!("b=1,l={l},h=2,p=32,g=1,n=32").parse().unwrap())
 }
 
-/// A database with one tuned shape of 1024 tokens.
+/// A database with one tuned shape of 4096 tokens.
 struct Tuned {
     directory: tempfile::TempDir,
 }
 
-/// What a forward pass of that shape lends to one of 1500 tokens.
+/// What a forward pass of that shape lends to one of 6000 tokens.
 fn lent(tuned: &Tuned) -> String {
-    let Target::Forward(problem) = shape(1500) else {
+    let Target::Forward(problem) = shape(6000) else {
         unreachable!()
     };
     let device = FakeExecutor::default();
@@ -78,8 +78,8 @@ fn scripted(noise: f64, rules: Vec<(String, Act)>) -> FakeExecutor {
 
 #[test]
 fn p6_the_nearest_config_is_measured_beside_the_default_and_the_ratio_is_told() {
-    let tuned = Tuned::new(&shape(1024));
-    let default = Space::default_of(&shape(1500), FakeExecutor::default().device()).unwrap();
+    let tuned = Tuned::new(&shape(4096));
+    let default = Space::default_of(&shape(6000), FakeExecutor::default().device()).unwrap();
     let times = |nearest: f64| {
         vec![
             (lent(&tuned), Act::Takes(nearest)),
@@ -93,15 +93,15 @@ fn p6_the_nearest_config_is_measured_beside_the_default_and_the_ratio_is_told() 
         (130.0, Verdict::Slower),
     ] {
         let executor = scripted(0.002, times(nearest));
-        let report = tuned.hold_out(&[shape(1500)], &executor);
+        let report = tuned.hold_out(&[shape(6000)], &executor);
         let held = &report.shapes[0];
         assert_eq!(held.verdict, verdict, "{held:?}");
         assert!(
             (held.ratio().unwrap() - nearest / 100.0).abs() < 0.01,
             "{held:?}"
         );
-        assert!(held.record.as_ref().unwrap().contains("l=1024"), "{held:?}");
-        assert!((held.distance.unwrap() - (1500f64 / 1024.0).log2()).abs() < 1e-9);
+        assert!(held.record.as_ref().unwrap().contains("l=4096"), "{held:?}");
+        assert!((held.distance.unwrap() - (6000f64 / 4096.0).log2()).abs() < 1e-9);
         assert_eq!(
             report.losses().len(),
             usize::from(verdict == Verdict::Slower)
@@ -131,23 +131,23 @@ fn p6_the_nearest_config_is_measured_beside_the_default_and_the_ratio_is_told() 
 
 #[test]
 fn p6_no_difference_is_claimed_that_the_noise_could_have_made() {
-    let tuned = Tuned::new(&shape(1024));
-    let default = Space::default_of(&shape(1500), FakeExecutor::default().device()).unwrap();
+    let tuned = Tuned::new(&shape(4096));
+    let default = Space::default_of(&shape(6000), FakeExecutor::default().device()).unwrap();
     // 3 % apart, and samples that scatter by 30 %.
     let rules = vec![
         (lent(&tuned), Act::Takes(103.0)),
         (default.to_string(), Act::Takes(100.0)),
     ];
-    let report = tuned.hold_out(&[shape(1500)], &scripted(0.3, rules));
+    let report = tuned.hold_out(&[shape(6000)], &scripted(0.3, rules));
     assert_eq!(report.shapes[0].verdict, Verdict::Tie, "{report:?}");
 }
 
 #[test]
 fn p6_beyond_the_bound_the_default_speaks_and_nothing_is_measured() {
-    let tuned = Tuned::new(&shape(1024));
+    let tuned = Tuned::new(&shape(4096));
     let executor = FakeExecutor::default();
     // Too far, and the tuned shape itself: held out, it has no neighbour.
-    let report = tuned.hold_out(&[shape(4096), shape(1024)], &executor);
+    let report = tuned.hold_out(&[shape(4096), shape(4096)], &executor);
     for held in &report.shapes {
         assert_eq!(held.verdict, Verdict::NoneNear, "{held:?}");
     }
@@ -156,25 +156,25 @@ fn p6_beyond_the_bound_the_default_speaks_and_nothing_is_measured() {
 
 #[test]
 fn p6_a_nearest_config_that_is_wrong_on_the_shape_is_a_loss_with_its_reason() {
-    let tuned = Tuned::new(&shape(1024));
+    let tuned = Tuned::new(&shape(4096));
     for act in [
         Act::Fails(FailureKind::Spill),
         Act::WrongOnRealShape,
         Act::Crash,
     ] {
         let executor = scripted(0.0, vec![(lent(&tuned), act)]);
-        let report = tuned.hold_out(&[shape(1500)], &executor);
+        let report = tuned.hold_out(&[shape(6000)], &executor);
         assert_eq!(report.losses().len(), 1, "{report:?}");
         assert!(report.table().contains("FAILED: "), "{}", report.table());
         assert!(report.table().contains("scripted"), "{}", report.table());
     }
     // A default that fails leaves nothing to compare with: that shape is not measured, the others are.
-    let default = Space::default_of(&shape(1500), FakeExecutor::default().device()).unwrap();
+    let default = Space::default_of(&shape(6000), FakeExecutor::default().device()).unwrap();
     let executor = scripted(
         0.0,
         vec![(default.to_string(), Act::Fails(FailureKind::Wrong))],
     );
-    let report = tuned.hold_out(&[shape(1500), shape(9000)], &executor);
+    let report = tuned.hold_out(&[shape(6000), shape(9000)], &executor);
     assert_eq!((report.shapes.len(), report.failed.len()), (1, 1));
     assert!(
         report.failed[0]
