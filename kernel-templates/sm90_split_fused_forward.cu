@@ -289,12 +289,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(SLICES
   if (threadIdx.x == 0) s = located;
   barriers.init();
   forward_barriers.init();
-  if constexpr (SLICES > 1) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  if constexpr (SLICES > 1) cluster_arrive();
+  __syncthreads();  // s is there; the barrier of the cluster orders no ordinary writes
+  if constexpr (SLICES > 1) cluster_wait();
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();

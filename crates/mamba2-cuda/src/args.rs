@@ -176,12 +176,16 @@ const _: () = assert!(size_of::<StepArgs>() == 240 + 6 * 8 + 2 * 4);
 // What a step of one token reads.
 const _: () = assert!(std::mem::offset_of!(StepArgs, dt_token_stride) == 240);
 
+/// Kernels count tokens in 32 bits, to the end of the last chunk or of the last block's share.
+const PAST_THE_END: usize = 512;
+
 impl ForwardArgs {
     /// The fields that do not change from call to call.
     pub fn of(problem: &Problem, plan: &LaunchPlan) -> Result<ForwardArgs, CudaError> {
         Ok(ForwardArgs {
             segment: narrow("tokens of a segment", plan.segment)?,
-            seqlen: narrow("seqlen", problem.seqlen)?,
+            seqlen: narrow("seqlen", problem.seqlen + PAST_THE_END)
+                .map(|end| end - PAST_THE_END as i32)?,
             nheads: narrow("nheads", problem.nheads)?,
             heads_per_group: narrow("heads of a group", problem.heads_per_group())?,
             sequences: narrow("sequences", problem.sequences())?,

@@ -327,11 +327,12 @@ impl LoadedForward {
     }
 }
 
-/// A number that flags in a workspace do not hold by chance or from an earlier call: the workspace is not cleared.
+/// A number that flags in a workspace do not hold by chance or from an earlier call: the workspace is not cleared. Never zero, which a
+/// flag is when it is down.
 fn next_call() -> u64 {
     static NEXT: LazyLock<AtomicU64> =
         LazyLock::new(|| AtomicU64::new(RandomState::new().hash_one(std::process::id())));
-    NEXT.fetch_add(1, Ordering::Relaxed) << 16
+    NEXT.fetch_add(1, Ordering::Relaxed) << 16 | 1 << 63
 }
 
 pub(crate) fn check_stream(stream: &Stream, device: &Device) -> Result<(), CudaError> {

@@ -65,7 +65,7 @@ pub struct LaunchPlan {
     pub launches: Vec<KernelLaunch>,
     /// The caller's workspace.
     pub workspace: Workspace,
-    /// Chunk slots (three kernels) or segment items (fused) of all sequences.
+    /// Chunk slots (three kernels), segment items (fused) or chains (chain) of all sequences.
     pub slots: usize,
     /// The same of one batch row; 0 when packed.
     pub slots_per_row: usize,

@@ -57,7 +57,7 @@ rules! {
     P07 false "a segment is shorter than the sequence, and a sequence has at most 128 of them: the scan is serial";
     P08 false "at most a third of the heads a block computes are padding of its group";
     P09 false "two heads a warpgroup, and a dstate above 128, in bf16 only, the latter with a headdim of 64 and without 16-bit initial states: the others need more registers, and ptxas spills them";
-    K01 false "all blocks of a chain run at once, one a multiprocessor: they wait for each other";
+    K01 false "the blocks of all chains of a launch run at once, one a multiprocessor: they wait for each other";
     K02 false "every block of a chain has a chunk of an unpacked sequence";
     W01 true "the state of a unit, and what the products need beside it, stay in registers";
     W02 false "BLOCK_HEAD is the narrowest that covers headdim in its number of tiles, which is a power of two";

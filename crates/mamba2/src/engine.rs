@@ -176,8 +176,8 @@ impl Cuda {
         };
         let bundles = BundleCubins::new(ladder.bundles().to_vec(), device.facts().arch);
         let options = CompileOptions {
-            lineinfo: options.lineinfo,
-            ..CompileOptions::from_environment()
+            racecheck: options.racecheck || CompileOptions::from_environment().racecheck,
+            ..options
         };
         let jit = Jit::with_options(cubins, options).with_shipped(Arc::new(bundles));
         Cuda {
