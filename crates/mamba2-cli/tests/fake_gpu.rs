@@ -50,7 +50,7 @@ impl Fake {
         // What times are held against.
         fake.cache(&Tool::Copy.render(facts().arch));
         // Of a decode step, of a kernel without and of one with tensor maps.
-        for parameter_bytes in [296, 376, 1024] {
+        for parameter_bytes in [296, 424, 1088] {
             fake.cache(&Tool::Nothing(parameter_bytes).render(facts().arch));
         }
         fake

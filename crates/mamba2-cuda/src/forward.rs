@@ -10,7 +10,7 @@ use mamba2_spec::{
 };
 use rayon::prelude::*;
 
-use crate::args::{Divisor, ForwardArgs, Reader, first_stride, outer_strides, token_strides};
+use crate::args::{ForwardArgs, Reader, first_stride, outer_strides, token_strides};
 use crate::module::{Module, Start};
 use crate::tensor_map::{EncodedMaps, TensorMap, TensorMaps};
 use crate::{CudaError, Device, DeviceBuffer, DeviceTensor, Jit, Origin, Stream};
@@ -26,6 +26,10 @@ pub struct LoadedForward {
     fixed: ForwardArgs,
     maps: EncodedMaps,
 }
+
+/// Bytes of parameters of a kernel with tensor maps. No kernel has more.
+pub(crate) const MOST_PARAMETER_BYTES: usize =
+    size_of::<ForwardArgs>().next_multiple_of(align_of::<TensorMaps>()) + size_of::<TensorMaps>();
 
 /// One kernel of a loaded call.
 pub(crate) struct LoadedKernel {
@@ -153,11 +157,10 @@ impl LoadedForward {
     pub fn parameter_bytes(&self) -> impl Iterator<Item = usize> {
         let launched = self.kernels.iter().filter(|k| k.launch.grid > 0);
         launched.map(|k| {
-            let args = size_of::<ForwardArgs>();
             if k.launch.kernel.needs_wgmma() {
-                args.next_multiple_of(align_of::<TensorMaps>()) + size_of::<TensorMaps>()
+                MOST_PARAMETER_BYTES
             } else {
-                args
+                size_of::<ForwardArgs>()
             }
         })
     }
@@ -220,14 +223,17 @@ impl LoadedForward {
         let mut first = true;
         for kernel in &self.kernels[which] {
             args.work_items = kernel.launch.work_items as i64;
-            args.blocks_per_group = Divisor::new(kernel.launch.blocks_per_group);
+            args.blocks_per_group = kernel.launch.blocks_per_group;
             let maps = kernel.launch.kernel.needs_wgmma().then_some(maps);
             // SAFETY: every kernel of a forward pass takes one ForwardArgs by value, and those that say so one TensorMaps after it. The
             // pointers are those of tensors whose shapes, strides and dtypes were checked against the problem the kernel was
             // compiled for; that they are valid was vouched for when they were made.
             unsafe {
                 let start = match kernel.launch.kernel {
-                    Kernel::Sm90ChainForward => Start::Together,
+                    Kernel::Sm90ChainForward => {
+                        args.call = next_call();
+                        Start::Together
+                    }
                     _ if !first && self.device.overlaps_launches() => Start::Early,
                     _ => Start::InOrder,
                 };
@@ -312,7 +318,6 @@ impl LoadedForward {
             state_weight: region(w.state_weight),
             states: region(w.states),
             flags: region(w.flags),
-            call: next_call(),
             x_strides: token_strides(Some(&inputs.x)),
             dt_strides: token_strides(Some(&inputs.dt)),
             b_strides: token_strides(Some(&inputs.b)),

@@ -4,7 +4,7 @@ use mamba2_kernels::Tool;
 use mamba2_spec::Dtype;
 
 use crate::args::{CompareArgs, CopyArgs};
-use crate::forward::check_stream;
+use crate::forward::{MOST_PARAMETER_BYTES, check_stream};
 use crate::module::{Grid, Module, Start};
 use crate::stream::Stream;
 use crate::{CudaError, Device, DeviceBuffer, Jit};
@@ -99,8 +99,7 @@ pub struct Nothing {
     module: Arc<Module>,
 }
 
-/// No kernel here has more.
-type AnyParameters = [u64; 128];
+type AnyParameters = [u64; MOST_PARAMETER_BYTES / 8];
 
 impl Nothing {
     /// Compiles the kernel, with that many bytes of parameters, or takes it from the cache, and loads it.
@@ -123,7 +122,7 @@ impl Nothing {
         let _bound = self.device.bind()?;
         // SAFETY: tool_nothing takes one struct, which is no larger than this, and does not look at it.
         unsafe {
-            let parameters: AnyParameters = [0; 128];
+            let parameters: AnyParameters = [0; MOST_PARAMETER_BYTES / 8];
             self.module
                 .launch(stream, grid(1), &parameters, None::<&()>, Start::InOrder)
         }

@@ -64,11 +64,8 @@ void fill_common(Args& a) {
   a.dt_min = static_cast<float>(number("dt_min"));
   a.dt_max = static_cast<float>(number("dt_max"));
 }
-Divisor divisor(unsigned value) {
-  unsigned bits = 0;
-  while (1u << bits < value) ++bits;
-  const unsigned long long power = 1ull << (31 + bits);
-  return {value, static_cast<unsigned>(value ? (power + value - 1) / value : 0), 31 + bits};
+void divisor(Divisor& to, const char* name) {
+  to = {static_cast<unsigned>(number(name, 0)), static_cast<unsigned>(number(name, 1)), static_cast<unsigned>(number(name, 2))};
 }
 void fill(ForwardArgs& a) {
   fill_common(a);
@@ -94,10 +91,10 @@ void fill(ForwardArgs& a) {
   a.seqlen = static_cast<int>(number("axes", 1));
   a.sequences = static_cast<int>(number("sequences"));
   a.chunk_slots = static_cast<int>(number("chunk_slots"));
-  a.chunks_per_row = divisor(static_cast<unsigned>(number("chunks_per_row")));
-  a.ngroups = divisor(static_cast<unsigned>(number("axes", 4)));
+  divisor(a.chunks_per_row, "chunks_per_row");
+  divisor(a.ngroups, "ngroups");
   a.heads_per_group = static_cast<int>(number("axes", 2) / number("axes", 4));
-  a.blocks_per_group = divisor(static_cast<unsigned>(number("blocks_per_group")));
+  divisor(a.blocks_per_group, "blocks_per_group");
   a.segment = static_cast<int>(number("segment"));
   a.scanned = static_cast<int>(number("scanned"));
 }

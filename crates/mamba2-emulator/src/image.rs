@@ -5,6 +5,7 @@ use std::fmt::{self, Display};
 
 use mamba2_reference::Values;
 use mamba2_spec::DtLimit;
+use mamba2_spec::launch::Divisor;
 
 /// Buffers start at multiples of this, as device allocations do.
 const ALIGN: usize = 1024;
@@ -73,6 +74,11 @@ impl Job {
         self.set("d_head_stride", [d.map_or(0, |d| d.len() / nheads.max(1))]);
         self.set("dt_min", [limit.min]);
         self.set("dt_max", [limit.max]);
+    }
+
+    /// A number that kernels divide by.
+    pub fn divisor(&mut self, name: &'static str, d: Divisor) {
+        self.set(name, [d.value, d.multiplier, d.shift]);
     }
 
     /// Blocks without clusters, and their work.

@@ -140,7 +140,11 @@ impl Emulator {
         );
         job.set("sequences", [problem.sequences()]);
         job.set("chunk_slots", [plan.slots]);
-        job.set("chunks_per_row", [plan.slots_per_row]);
+        job.divisor(
+            "chunks_per_row",
+            launch::Divisor::new(plan.slots_per_row as u32),
+        );
+        job.divisor("ngroups", launch::Divisor::new(problem.ngroups as u32));
         job.set("segment", [plan.segment]);
         job.set("scanned", [u8::from(plan.scanned())]);
         job.set("call", [1_u64 << 16]);
@@ -153,7 +157,7 @@ impl Emulator {
                 _ => 1,
             };
             job.launch(launch.grid, launch.work_items);
-            job.set("blocks_per_group", [launch.blocks_per_group]);
+            job.divisor("blocks_per_group", launch.blocks_per_group);
             job.set("cluster", [cluster]);
             job.set(
                 "x_columns",

@@ -14,6 +14,31 @@ pub const MAX_GRID_X: u64 = (1 << 31) - 1;
 /// Regions of the workspace start at multiples of this.
 pub const WORKSPACE_ALIGN_BYTES: usize = 256;
 
+/// A number that kernels divide by without a division: kernel-templates/common/args.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Divisor {
+    /// The number.
+    pub value: u32,
+    /// 2^shift / value, rounded up.
+    pub multiplier: u32,
+    /// At least 31.
+    pub shift: u32,
+}
+
+impl Divisor {
+    /// For numerators below 2^31: 2^shift / value, rounded up, is off by less than 2^(shift - 31) / value.
+    pub fn new(value: u32) -> Divisor {
+        let bits = value.max(1).next_power_of_two().trailing_zeros();
+        let shift = 31 + bits;
+        Divisor {
+            value,
+            multiplier: (1_u64 << shift).div_ceil(u64::from(value.max(1))) as u32,
+            shift,
+        }
+    }
+}
+
 /// How one kernel is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelLaunch {
@@ -28,7 +53,7 @@ pub struct KernelLaunch {
     /// Work items the blocks share.
     pub work_items: u64,
     /// Blocks that share the B and C of a group in one segment; 1 for kernels that do not count them.
-    pub blocks_per_group: u32,
+    pub blocks_per_group: Divisor,
 }
 
 /// A piece of the workspace.
@@ -244,7 +269,7 @@ fn chain_forward_launch(c: &Sm90ChainForward, problem: &Problem) -> KernelLaunch
     let chains = (problem.sequences() * problem.ngroups * per_group) as u64;
     let blocks = chains * u64::from(c.segments);
     KernelLaunch {
-        blocks_per_group: per_group as u32,
+        blocks_per_group: Divisor::new(per_group as u32),
         ..launch(
             Kernel::Sm90ChainForward,
             blocks,
@@ -437,7 +462,7 @@ fn launch(
         threads,
         smem_bytes,
         work_items,
-        blocks_per_group: 1,
+        blocks_per_group: Divisor::new(1),
     }
 }
 
@@ -452,7 +477,7 @@ fn segment_launch(
 ) -> KernelLaunch {
     let items = (segment_items(segment, problem) * problem.ngroups * blocks_per_group) as u64;
     KernelLaunch {
-        blocks_per_group: blocks_per_group as u32,
+        blocks_per_group: Divisor::new(blocks_per_group as u32),
         ..launch(kernel, items, items, threads, smem_bytes)
     }
 }
@@ -564,4 +589,27 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
     };
     workspace.total_bytes = at;
     workspace
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Divisor;
+
+    #[test]
+    fn a_divisor_divides() {
+        let values = (1..=70)
+            .chain([96, 127, 128, 129, 255, 1000, 65_535, 65_537, 1_000_003])
+            .chain([(1 << 30) - 1, 1 << 30, (1 << 30) + 1, i32::MAX as u32]);
+        for value in values {
+            let d = Divisor::new(value);
+            let near = (0..40).map(|k| k * value.min(1 << 25));
+            let numerators = near
+                .flat_map(|n| [n.saturating_sub(1), n, n + 1])
+                .chain([i32::MAX as u32 - 1, i32::MAX as u32]);
+            for n in numerators.filter(|n| *n <= i32::MAX as u32) {
+                let quotient = (u64::from(n) * u64::from(d.multiplier)) >> d.shift;
+                assert_eq!(quotient, u64::from(n / value), "{n} / {value}");
+            }
+        }
+    }
 }

@@ -722,7 +722,8 @@ pub fn legal_step_configs(problem: &StepProblem, device: &DeviceFacts) -> Vec<St
 }
 
 /// The untuned config for a problem: on Hopper one launch for short sequences, else the fused forward with enough segments to fill the GPU
-/// where that is legal, else the one in slices or with transposed states; elsewhere three kernels with the table's defaults, or the legal config nearest to them.
+/// where that is legal, else the one in slices or with transposed states; elsewhere three kernels with the table's defaults, or the legal
+/// config nearest to them.
 ///
 /// # Errors
 /// [`SpecError::NoConfig`] naming the sizes and the limit, if nothing fits the device.
@@ -1039,8 +1040,8 @@ fn with_longer_segments(
         .unwrap_or(chosen)
 }
 
-/// One launch for short sequences, of four blocks each, where those run at once: on an H200 14.1 us against 18.9 for b=1, l=512, 24 heads, and
-/// 23.3 against 25.6 for l=2048. With more than 512 tokens a block, segments summed up by a launch of their own are faster (b=4, l=4096, 8
+/// One launch for short sequences, of four blocks each, where those run at once: on an H200 15.4 us against 18.9 for b=1, l=512, 24 heads, and
+/// 24.4 against 25.6 for l=2048. With more than 512 tokens a block, segments summed up by a launch of their own are faster (b=4, l=4096, 8
 /// heads 35.2 us against 36.5).
 fn short_chain(problem: &Problem, device: &DeviceFacts) -> Option<StrategyConfig> {
     let wanted = Sm90ChainForward {

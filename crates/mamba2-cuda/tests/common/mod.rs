@@ -37,7 +37,7 @@ pub fn tiny(source: &'static str, smem_bytes: usize) -> Rendered {
             threads: 128,
             smem_bytes,
             work_items: 1,
-            blocks_per_group: 1,
+            blocks_per_group: mamba2_spec::launch::Divisor::new(1),
         },
     }
 }
