@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_
     s = located;
     score_barriers.init();
   }
-  if (copies()) barriers.init();
+  one_thread_if(copies(), [&] { barriers.init(); });
   __syncthreads();
 
   if (threadIdx.x < PRODUCER_THREADS) {
@@ -135,11 +135,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_
     float state[HEADS][STATE_REGISTERS];
     RingPosition<STAGES> at;
     float initial[STATE_REGISTERS];
-    if (HOLDS_INITIAL && s.index == 0) load_initial_state(args, s, head, initial);
+    if (HOLDS_INITIAL && s.index == 0) load_initial_state(args, s, head, 0, 0, initial);
     if (later > 0) {
       float total[HEADS];
       if (!HOLDS_INITIAL && s.index == 0) {
-        load_initial_state(args, s, head, state[0]);
+        load_initial_state(args, s, head, 0, 0, state[0]);
       } else {
 #pragma unroll
         for (int i = 0; i < STATE_REGISTERS; ++i) state[0][i] = 0.f;
@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_
 #pragma unroll
       for (int i = 0; i < STATE_REGISTERS; ++i) state[0][i] = initial[i];
     } else if (s.index == 0) {
-      load_initial_state(args, s, head, state[0]);
+      load_initial_state(args, s, head, 0, 0, state[0]);
     } else if (valid) {
       wait_for_segments_before(args, s, s.index + 1 + later, head, consumer + 1);
       load_segment_state<SEGMENTS - 1>(args, s, head, 0, 0, state[0]);
@@ -172,6 +172,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_
     if (resident) at = {};
     unsigned char* output = smem + SCORES_OFFSET + SCORES_BYTES + consumer * OUTPUT_SLOTS * BOX_BYTES;
     forward_segment(args, maps, s, ring, smem + SCORES_OFFSET, output, barriers, score_barriers, consumer, d, at, state);
-    if (s.last) store_final_state(args, s, head, state[0]);
+    if (s.last) store_final_state(args, s, head, 0, 0, state[0]);
   }
 }

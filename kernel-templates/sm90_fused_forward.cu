@@ -22,7 +22,7 @@ static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + SCORES_BYTES + OUTPUT_BYTE
 
 __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
   if (s.index == 0) {
-    load_initial_state(args, s, head, state);
+    load_initial_state(args, s, head, 0, 0, state);
   } else {
     constexpr int PARTS = DSTATE > 128 ? 1 : SEGMENTS_WITHOUT_SCAN - 1;  // launch.rs, needs_scan
     load_segment_state<PARTS>(args, s, head, 0, 0, state);
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     s = located;
     score_barriers.init();
   }
-  if (copies()) barriers.init();
+  one_thread_if(copies(), [&] { barriers.init(); });
   __syncthreads();
 
   if (threadIdx.x < PRODUCER_THREADS) {
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     forward_segment(args, maps, s, ring, tiles, output, barriers, score_barriers, consumer, d, at, state);
     if (s.last) {
 #pragma unroll
-      for (int h = 0; h < HEADS; ++h) store_final_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
+      for (int h = 0; h < HEADS; ++h) store_final_state(args, s, first_head(s) + consumer * HEADS + h, 0, 0, state[h]);
     }
     wait_at_the_end(s);
   }

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
   const Barriers barriers{smem_address(smem)};
   const Segment s = locate_segment(args, blockIdx.x);
   if (s.tokens < 0 || s.last) return;
-  if (copies()) barriers.init();
+  one_thread_if(copies(), [&] { barriers.init(); });
   __syncthreads();
 
   if (threadIdx.x < PRODUCER_THREADS) {
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
     if constexpr (MAY_START_FROM_INITIAL) {
       if (starts_from_initial) {
 #pragma unroll
-        for (int h = 0; h < HEADS; ++h) load_initial_state(args, s, first_head(s) + consumer * HEADS + h, initial[h]);
+        for (int h = 0; h < HEADS; ++h) load_initial_state(args, s, first_head(s) + consumer * HEADS + h, 0, 0, initial[h]);
       }
     }
     sum_segment(s, ring, barriers, consumer, state, total);

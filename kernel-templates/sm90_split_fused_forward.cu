@@ -68,12 +68,11 @@ __device__ __forceinline__ void start_score_product(float (&d)[32], const unsign
 // the consumers are about to free the stage of the chunk before.
 __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, unsigned tiles,
                                         const Barriers& barriers, const ForwardBarriers& forward_barriers) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int row = warp * 16 + lane % 16;
-  const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-  Producer<false> producer(args, s, ring);
+  const int chunks = __shfl_sync(0xffffffffu, (s.tokens + CHUNK - 1) / CHUNK, 0);  // known to be uniform
+  Producer<false> producer(maps, s, ring, barriers);
   RawDt raw[2];
   producer.load_dt(args, s, ring, 0, raw);
+  producer.load_constants(args, s, ring);
   for (int chunk = 1 - STAGES; chunk < chunks; ++chunk) {
     if (chunk >= 0) {
       const int at = chunk % STAGES;
@@ -88,7 +87,8 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
       for (int set = 0; set < VECTOR_SETS; ++set) {
         wait_barrier(forward_barriers.scores_empty(set), chunk % 2 ^ 1);
         const unsigned tile = tiles + set * BOX_BYTES;
-        decay_scores<false>(scores, vectors_of(stage, set), threadIdx.x, 0, [&](int k, const FragmentA<X>& a) {
+        const int thread = volatile_tid_x(), lane = thread % 32, row = thread / 32 % 4 * 16 + lane % 16;
+        decay_scores<false>(scores, vectors_of(stage, set), thread, 0, [&](int k, const FragmentA<X>& a) {
           stmatrix_x4(tile + swizzled(row, 2 * k + lane / 16), a.pair[0].bits, a.pair[1].bits, a.pair[2].bits, a.pair[3].bits);
         });
         fence_proxy_async();
@@ -153,14 +153,14 @@ __device__ __forceinline__ void copy_z(const ForwardArgs& args, const Segment& s
 // Adds D x, applies the gate, and stores the block's rows of Y through those of the x box: a warp replaces the 16 headdim columns that only it
 // has read.
 __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segment& s, int consumer, int chunk, float (&y)[OWN_REGISTERS],
-                                             unsigned char* x, const unsigned char* z) {
+                                             unsigned char* ring, unsigned char* x, const unsigned char* z) {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
   const Unit unit = locate_unit(s, consumer);
   float d[2];  // D of the headdim rows lane / 4 and lane / 4 + 8 of the warp
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int p = unit.p0 + warp * 16 + lane / 4 + 8 * r;
-    d[r] = D_KIND > 0 && unit.valid && (D_KIND == 1 || p < HEADDIM) ? args.D[unit.head * args.d_head_stride + (D_KIND == 2 ? p : 0)] : 0.f;
+    d[r] = D_KIND == 1 ? constants_of(ring, consumer % VECTOR_SETS).d : D_KIND == 2 && unit.valid && p < HEADDIM ? args.D[unit.head * args.d_head_stride + p] : 0.f;
   }
 #pragma unroll
   for (int k = 0; k < OWN / 16; ++k) {
@@ -208,45 +208,29 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
   }
 }
 
-// The state before the first token of the segment.
+// The state before the first token of the segment: segment_scan's, or, where that is not launched (few segments), the sum of the initial state
+// and what the segments before have made.
 __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, const Unit& unit, int n0, float (&state)[PIECES][PIECE_REGISTERS]) {
-  if (s.index > 0) {
+  if (s.index == 0 || !args.scanned) {
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) load_segment_state<1>(args, s, unit.head, unit.p0, n0 / 8 + piece * PIECE_BOXES * 8, state[piece]);
-    return;
+    for (int piece = 0; piece < PIECES; ++piece) load_initial_state(args, s, unit.head, unit.p0, n0 + piece * PIECE_BOXES * 64, state[piece]);
   }
-  const int64 row_step = 8 * args.initial_strides[2], first = s.sequence * args.initial_strides[0] + unit.head * args.initial_strides[1] +
-                                                            (unit.p0 + state_p(0)) * args.initial_strides[2] + n0 + state_n(0);
+  wait_for_states(s);
+  if (s.index == 0) return;
 #pragma unroll
-  for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-    for (int i = 0; i < PIECE_REGISTERS; i += 2) {
-      float2 v = make_float2(0.f, 0.f);
-      if constexpr (INITIAL_DTYPE >= 0) {
-        const int row = i / 2 % 2 * 8, column = piece * PIECE_BOXES * 64 + i / 4 * 8;
-        const bool inside = unit.valid && unit.p0 + state_p(0) + row < HEADDIM;
-        const int64 at = first + (row ? row_step : 0) + column;
-        if (inside && n0 + state_n(0) + column < DSTATE) v.x = load_element<INITIAL_DTYPE>(args.initial_states, at);
-        if (inside && n0 + state_n(0) + column + 1 < DSTATE) v.y = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
-      }
-      state[piece][i] = v.x;
-      state[piece][i + 1] = v.y;
+  for (int piece = 0; piece < PIECES; ++piece) {
+    const int first = n0 / 8 + piece * PIECE_BOXES * 8;
+    if (args.scanned) {
+      load_segment_state<1>(args, s, unit.head, unit.p0, first, state[piece]);
+    } else {
+      add_segment_states(args, s, unit.head, unit.p0, first, state[piece]);
     }
+  }
 }
 
-__device__ __forceinline__ void store_final_state(const ForwardArgs& args, const Segment& s, const Unit& unit, int n0, const float (&state)[PIECES][PIECE_REGISTERS]) {
-  if constexpr (FINAL_DTYPE >= 0) {
-    if (!unit.valid) return;
+__device__ __forceinline__ void store_end_state(const ForwardArgs& args, const Segment& s, const Unit& unit, int n0, const float (&state)[PIECES][PIECE_REGISTERS]) {
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-      for (int i = 0; i < PIECE_REGISTERS; ++i) {
-        const int p = unit.p0 + state_p(i), n = n0 + piece * PIECE_BOXES * 64 + state_n(i);
-        if (p < HEADDIM && n < DSTATE)
-          store_element<FINAL_DTYPE>(args.final_states, s.sequence * args.final_strides[0] + unit.head * args.final_strides[1] + p * args.final_strides[2] + n,
-                                     state[piece][i]);
-      }
-  }
+  for (int piece = 0; piece < PIECES; ++piece) store_final_state(args, s, unit.head, unit.p0, n0 + piece * PIECE_BOXES * 64, state[piece]);
 }
 
 // Sends the other block its tokens of Y, and keeps this block's. Copies that count at the barrier, because an arrival would fence all memory.
@@ -280,6 +264,7 @@ __device__ __forceinline__ void add_received(float (&own)[OWN_REGISTERS], const 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(SLICES, 1, 1)
     sm90_split_fused_forward(const __grid_constant__ ForwardArgs args, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
+  call_maps(maps);
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
   const ForwardBarriers forward_barriers{smem_address(smem) + FORWARD_BARRIERS_OFFSET};
@@ -303,7 +288,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(SLICES
     unsigned char* z = smem + Z_OFFSET + consumer * OWN_BYTES;
     const WgmmaDescriptor<128> scores(smem_address(smem) + SCORES_OFFSET + set * BOX_BYTES, 0);
     float state[PIECES][PIECE_REGISTERS];
-    wait_for_states(s);
     load_start_state(args, s, locate_unit(s, consumer), slice_of(s) * SLICE_BOXES * 64, state);
 
     // All places follow from the chunk: its number is the only one kept.
@@ -357,12 +341,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(SLICES
       if constexpr (SLICES > 1) add_received(own, place, received, chunk / 2 % 2);
       if constexpr (HAS_Z) cp_async_wait_group<0>();
       bar_sync(consumer + 1, 128);  // every warp is done with x^T S^T: the x box is the output's; and all of z is there
-      store_output(args, s, consumer, chunk, own, x_box + slice_of(s) * OWN_BYTES, z);
+      store_output(args, s, consumer, chunk, own, ring, x_box + slice_of(s) * OWN_BYTES, z);
       fence_proxy_async();  // the next copy into the x box comes through another proxy than its last reads and writes
       wgmma_wait_group<0>();  // the state update
       arrive_warp(barriers.empty(at));
     }
-    if (s.last) store_final_state(args, s, locate_unit(s, consumer), slice_of(s) * SLICE_BOXES * 64, state);
+    if (s.last) store_end_state(args, s, locate_unit(s, consumer), slice_of(s) * SLICE_BOXES * 64, state);
     wait_at_the_end(s);
   }
 }

@@ -19,6 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_split_segment_stat
     const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
   griddepcontrol_launch_dependents();
+  call_maps(maps);
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
   const Segment located = locate_segment(args, blockIdx.x);
@@ -30,11 +31,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_split_segment_stat
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    Producer<true> producer(args, s, ring);
+    Producer<true> producer(maps, s, ring, barriers);
     constexpr int DT_AHEAD = 4;  // chunks are short
     RawDt raw[DT_AHEAD][2];
 #pragma unroll
     for (int i = 0; i < DT_AHEAD; ++i) producer.load_dt(args, s, ring, i, raw[i]);
+    producer.load_constants(args, s, ring);
     const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
     for (int copy0 = 0; copy0 < chunks; copy0 += DT_AHEAD) {
 #pragma unroll

@@ -14,6 +14,7 @@
 #include "common/softplus.cuh"
 #include "ptx/launch.cuh"
 #include "ptx/prefetch.cuh"
+#include "ptx/special.cuh"
 #include "ptx/sm90_barrier.cuh"
 #include "ptx/sm90_tma.cuh"
 #include "ptx/sm90_wgmma.cuh"
@@ -131,72 +132,6 @@ __device__ __forceinline__ int tile_vector(int strip, int tile, int lane) { retu
 // Where an element lies.
 __device__ __forceinline__ int element_of_state(int p, int n) {
   return tile_vector(p / 16, n / 8, p % 8 * 4 + n % 8 / 2) * 4 + p / 8 % 2 * 2 + n % 2;
-}
-
-// This thread's first vector in tile `first`; its warpgroup has four strips from headdim p0 on.
-__device__ __forceinline__ int first_vector(int p0, int first) { return tile_vector(p0 / 16 + threadIdx.x / 32 % 4, first, threadIdx.x % 32); }
-
-// Stores this thread's elements of the tiles from `first` on.
-template <int COUNT>
-__device__ __forceinline__ void store_segment_state(const ForwardArgs& args, int64 slot, int head, int p0, int first, const float (&state)[COUNT]) {
-  float4* to = reinterpret_cast<float4*>(segment_state(args, slot, head)) + first_vector(p0, first);
-#pragma unroll
-  for (int i = 0; i < COUNT; i += 4)
-    if (first + i / 4 < DSTATE_PADDED / 8) to[i / 4 * 32] = make_float4(state[i], state[i + 1], state[i + 2], state[i + 3]);
-}
-
-// The same elements of the state at the start of a segment that is not the first. It is segment_scan's, or the sum of what the few segments
-// before, at most PARTS, have made:
-//   H = exp2(total[q]) H + local[q]
-// All parts of 32 elements are under way at once, or, where there are no registers for that, one part after the other. A head past the group gets
-// another's state, for a Y that is not stored.
-template <int PARTS, int COUNT>
-__device__ __forceinline__ void load_segment_state(const ForwardArgs& args, const Segment& s, int head, int p0, int first, float (&state)[COUNT]) {
-  constexpr int AT_ONCE = COUNT > 64 ? 1 : PARTS, VECTORS = PARTS == 1 || COUNT == 64 ? 8 : 4;
-  const int parts = PARTS == 1 || args.scanned ? 1 : s.index;
-  const int64 slot = s.slot - parts + 1;
-  head = min(head, s.end_head - 1);
-  const float4* from = reinterpret_cast<const float4*>(segment_state(args, slot, head)) + first_vector(p0, first);
-  const int64 step = static_cast<int64>(args.nheads) * (STATE_ELEMS / 4);
-  const auto there = [&](int i) { return first + i / 4 < DSTATE_PADDED / 8; };
-  const auto add = [&](int i, float decay, const float4& part) {
-    state[i] = decay * state[i] + part.x;
-    state[i + 1] = decay * state[i + 1] + part.y;
-    state[i + 2] = decay * state[i + 2] + part.z;
-    state[i + 3] = decay * state[i + 3] + part.w;
-  };
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) state[i] = 0.f;
-  if constexpr (AT_ONCE < PARTS) {
-#pragma unroll 1
-    for (int q = 0; q < parts; ++q, from += step) {
-      const float decay = q > 0 ? ex2_approx(fminf(args.da_cumsum[(slot + q) * args.nheads + head], 0.f)) : 0.f;
-#pragma unroll
-      for (int i = 0; i < COUNT; i += 4)
-        if (there(i)) add(i, decay, from[i / 4 * 32]);
-    }
-  } else {
-    float decay[PARTS];
-#pragma unroll
-    for (int q = 1; q < PARTS; ++q) decay[q] = q < parts ? args.da_cumsum[(slot + q) * args.nheads + head] : 0.f;
-#pragma unroll
-    for (int q = 1; q < PARTS; ++q) decay[q] = ex2_approx(fminf(decay[q], 0.f));
-    decay[0] = 0.f;
-#pragma unroll
-    for (int i = 0; i < COUNT; i += 4 * VECTORS) {
-      float4 part[PARTS][VECTORS];
-#pragma unroll
-      for (int q = 0; q < PARTS; ++q)
-#pragma unroll
-        for (int j = 0; j < VECTORS; ++j)
-          part[q][j] = (q == 0 || q < parts) && there(i + 4 * j) ? from[q * step + (i / 4 + j) * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-      for (int q = 0; q < PARTS; ++q)
-#pragma unroll
-        for (int j = 0; j < VECTORS; ++j) add(i + 4 * j, decay[q], part[q][j]);
-      asm volatile("" ::: "memory");  // the next ones are not asked for before: there is no room for them
-    }
-  }
 }
 
 // ---- boxes ----

@@ -146,26 +146,6 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Tens
   }
 }
 
-__device__ __forceinline__ void store_final_state(const ForwardArgs& args, const Segment& s, int head, const float (&state)[STATE_REGISTERS]) {
-  if constexpr (FINAL_DTYPE >= 0) {
-    if (head >= end_head(s)) return;
-    if (FINAL_DTYPE == 2 && in_vectors(args.final_states, args.final_strides)) {
-      const bool odd = threadIdx.x % 2;
-      for_each_vector(static_cast<float*>(args.final_states), args.final_strides, s.sequence, head, [&](float* at, bool inside, int i) {
-        const float2 first = {state[i], state[i + 1]}, second = {state[i + 4], state[i + 5]};
-        const float2 other = from_neighbour(odd ? first.x : second.x, odd ? first.y : second.y);
-        const float2 low = odd ? other : first, high = odd ? second : other;
-        if (inside) *reinterpret_cast<float4*>(at) = make_float4(low.x, low.y, high.x, high.y);
-      });
-      return;
-    }
-    for_each_state(args.final_strides, s.sequence, head, [&](int64 at, bool both, int i) {
-      store_element<FINAL_DTYPE>(args.final_states, at, state[i]);
-      if (both) store_element<FINAL_DTYPE>(args.final_states, at + 1, state[i + 1]);
-    });
-  }
-}
-
 // The score warpgroup's part: S of every chunk and head of the segment. The ring is read from `at`.
 __device__ __forceinline__ void make_scores(const Segment& s, const unsigned char* ring, unsigned char* tiles, const Barriers& barriers,
                                             const ScoreBarriers& score_barriers, RingPosition<STAGES>& at) {

@@ -16,7 +16,7 @@
 
 constexpr int SCORE_WARPGROUPS = WITH_C ? 1 : 0;
 
-#include "common/sm90_chunk.cuh"
+#include "common/sm90_states.cuh"
 
 constexpr int HEADS_BLOCK = HEADS * WARPGROUPS;
 constexpr int STATE_REGISTERS = DSTATE_PADDED / 2;  // of a thread, for one head
@@ -69,16 +69,17 @@ struct Barriers {
   }
 };
 
-// The thread that makes the ring's barriers and starts the copies, in the warp that mostly has no vectors to make.
-__device__ __forceinline__ bool copies() { return threadIdx.x == PRODUCER_THREADS - 32; }
+// The warp of the thread that makes the ring's barriers and starts the copies: mostly it has no vectors to make.
+__device__ __forceinline__ bool copies() { return threadIdx.x / 32 == PRODUCER_THREADS / 32 - 1; }
 
 // Calls the tensor maps, by that thread.
 __device__ __forceinline__ void call_maps(const TensorMaps& maps) {
-  if (!copies()) return;
-  prefetch_tensor_map(&maps.b);
-  prefetch_tensor_map(&maps.x);
-  if (WITH_C) prefetch_tensor_map(&maps.c);
-  if (WITH_Z) prefetch_tensor_map(&maps.z);
+  one_thread_if(copies(), [&] {
+    prefetch_tensor_map(&maps.b);
+    prefetch_tensor_map(&maps.x);
+    if (WITH_C) prefetch_tensor_map(&maps.c);
+    if (WITH_Z) prefetch_tensor_map(&maps.z);
+  });
 }
 
 // Copies one chunk's boxes; one thread. With copy_c, those of C and z too.
@@ -165,7 +166,7 @@ struct Producer {
   __device__ __forceinline__ void fill(int chunk, RawDt (&raw)[2], float a, float bias, float& after, bool copy_c, int pass) {
     wait_barrier(barriers.empty(at.stage), at.parity ^ 1);
     const bool ends = ends_inside(token);
-    if (copies() && (ends || chunk >= STAGES)) copy(token, at.stage, ends ? barriers.tail() : barriers.full(at.stage), copy_c);
+    one_thread_if(copies() && (ends || chunk >= STAGES), [&] { copy(token, at.stage, ends ? barriers.tail() : barriers.full(at.stage), copy_c); });
     unsigned char* stage = ring + at.stage * STAGE_BYTES;
     if (ends) {
       wait_barrier(barriers.tail(), pass);  // a segment ends once
@@ -195,7 +196,7 @@ struct Producer {
 #pragma unroll 1
       for (int chunk = 0; chunk < STAGES && chunk * CHUNK < s.tokens; ++chunk, to.advance()) {
         wait_barrier(barriers.empty(to.stage), to.parity ^ 1);
-        if (!ends_inside(token + chunk * STEP)) copy(token + chunk * STEP, to.stage, barriers.full(to.stage), copy_c);
+        one_thread_if(!ends_inside(token + chunk * STEP), [&] { copy(token + chunk * STEP, to.stage, barriers.full(to.stage), copy_c); });
       }
     }
     RawDt even[2], odd[2];
@@ -251,87 +252,6 @@ __device__ __forceinline__ void start_state_update(float (&state)[STATE_REGISTER
   const WgmmaDescriptor<128> b(smem_address(b_boxes), BOX_BYTES);
 #pragma unroll
   for (int k = 0; k < 4; ++k) multiply_registers<1>(state, a[k], b.at(k * 16 * 128), 1);
-}
-
-// headdim and dstate of accumulator element i of this thread: two rows, eight apart, and in each a pair of every eight columns.
-__device__ __forceinline__ int state_p(int i) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
-__device__ __forceinline__ int state_n(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
-
-// Calls f(offset of the row, in rows; offset of the columns; i) for the pairs i, i + 1 of this thread's state, as offsets from element 0, which
-// are constants or a row stride away, if they lie within [HEADDIM][columns].
-template <typename F>
-__device__ __forceinline__ void for_each_pair(int columns, F&& f) {
-#pragma unroll
-  for (int i = 0; i < STATE_REGISTERS; i += 2) {
-    const int row = i / 2 % 2 * 8, column = i / 4 * 8;
-    if ((HEADDIM == 64 || state_p(0) + row < HEADDIM) && (columns >= DSTATE_PADDED || state_n(0) + column < columns)) f(row, column, i);
-  }
-}
-
-// Calls f(index of the pair in memory, whether its second element is there, i) for the pairs of a state of DSTATE columns.
-template <typename F>
-__device__ __forceinline__ void for_each_state(const int64 (&strides)[3], int sequence, int head, F&& f) {
-  const int64 row_stride = strides[2], first = sequence * strides[0] + head * strides[1] + state_p(0) * row_stride + state_n(0);
-  for_each_pair(DSTATE, [&](int row, int column, int i) {
-    f(first + (row ? 8 * row_stride : 0) + column, DSTATE % 2 == 0 || state_n(0) + column + 1 < DSTATE, i);
-  });
-}
-
-// Whether a float32 state may be read and written 16 bytes at a time.
-__device__ __forceinline__ bool in_vectors(const void* state, const int64 (&strides)[3]) {
-  return DSTATE % 4 == 0 && reinterpret_cast<unsigned long long>(state) % 16 == 0 && (strides[0] | strides[1] | strides[2]) % 4 == 0;
-}
-// Calls f(vector in memory, whether it lies in the tensor, i) for the elements i, i + 1, i + 4, i + 5 of this thread's state (one row, neighbouring
-// tiles of eight columns), once they are exchanged with the neighbouring lane's: an even lane then has four neighbours of the first tile, an
-// odd one of the second. Eight rows of 64 bytes a warp in place of eight of 8.
-template <typename T, typename F>
-__device__ __forceinline__ void for_each_vector(T* state, const int64 (&strides)[3], int sequence, int head, F&& f) {
-  const int lane = threadIdx.x % 32, column = lane % 2 * 8 + lane % 4 / 2 * 4;
-  T* first = state + sequence * strides[0] + head * strides[1] + state_p(0) * strides[2] + column;
-#pragma unroll
-  for (int i = 0; i < STATE_REGISTERS; i += 8)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool inside = (HEADDIM == 64 || state_p(0) + 8 * r < HEADDIM) && (DSTATE == DSTATE_PADDED || i * 2 + column < DSTATE);
-      f(first + (r ? 8 * strides[2] : 0) + i * 2, inside, i + 2 * r);
-    }
-}
-__device__ __forceinline__ float2 from_neighbour(float x, float y) { return {__shfl_xor_sync(0xffffffffu, x, 1), __shfl_xor_sync(0xffffffffu, y, 1)}; }
-
-// The state before the first token of a sequence.
-__device__ __forceinline__ void load_initial_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
-#pragma unroll
-  for (int i = 0; i < STATE_REGISTERS; ++i) state[i] = 0.f;
-  if constexpr (INITIAL_DTYPE >= 0) {
-    if (head >= end_head(s) || s.tokens < 0) return;
-    if (INITIAL_DTYPE == 2 && in_vectors(args.initial_states, args.initial_strides)) {
-      const bool odd = threadIdx.x % 2;
-      for_each_vector(static_cast<const float*>(args.initial_states), args.initial_strides, s.sequence, head, [&](const float* at, bool inside, int i) {
-        const float4 v = inside ? *reinterpret_cast<const float4*>(at) : make_float4(0.f, 0.f, 0.f, 0.f);
-        state[i] = v.x;
-        state[i + 1] = v.y;
-        state[i + 4] = v.z;
-        state[i + 5] = v.w;
-      });
-#pragma unroll
-      for (int i = 0; i < STATE_REGISTERS; i += 8)
-#pragma unroll
-        for (int r = i; r < i + 4; r += 2) {
-          const float2 low = {state[r], state[r + 1]}, high = {state[r + 4], state[r + 5]};
-          const float2 other = from_neighbour(odd ? low.x : high.x, odd ? low.y : high.y);
-          const float2 first = odd ? other : low, second = odd ? high : other;
-          state[r] = first.x;
-          state[r + 1] = first.y;
-          state[r + 4] = second.x;
-          state[r + 5] = second.y;
-        }
-      return;
-    }
-    for_each_state(args.initial_strides, s.sequence, head, [&](int64 at, bool both, int i) {
-      state[i] = load_element<INITIAL_DTYPE>(args.initial_states, at);
-      if (both) state[i + 1] = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
-    });
-  }
 }
 
 // Multiplies the state by the decay of a chunk.

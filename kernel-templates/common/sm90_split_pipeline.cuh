@@ -16,8 +16,7 @@
 
 constexpr int SCORE_WARPGROUPS = 0;
 
-#include "common/sm90_chunk.cuh"
-#include "ptx/special.cuh"
+#include "common/sm90_states.cuh"
 
 constexpr int SLICES = (DSTATE + 255) / 256;
 constexpr int SLICE_BOXES = DSTATE_BOXES > 2 ? 4 : DSTATE_BOXES;
@@ -40,8 +39,18 @@ constexpr int STAGE_BYTES = VECTORS_OFFSET + (VECTOR_SETS * VECTORS_BYTES + 1023
 constexpr int BARRIERS_BYTES = 1024;
 constexpr int TAIL_BARRIER_OFFSET = 496;
 constexpr int SEGMENT_OFFSET = 896;  // behind the barriers: the block's Segment, which would cost registers
-constexpr int CONSTANTS_OFFSET = 832;  // and of each set of vectors its Constants
 static_assert(SEGMENT_OFFSET + sizeof(Segment) <= BARRIERS_BYTES);
+
+// What the tokens of a head have in common, for each set of vectors, read anew for each chunk: in registers it would be too much.
+struct Constants {
+  float a, bias, d;
+  int tokens;  // of the segment, 0 for a unit past the group
+};
+constexpr int CONSTANTS_OFFSET = 832;
+static_assert(CONSTANTS_OFFSET >= TAIL_BARRIER_OFFSET + 8 && CONSTANTS_OFFSET + 2 * sizeof(Constants) <= SEGMENT_OFFSET);
+__device__ __forceinline__ volatile Constants& constants_of(unsigned char* ring, int set) {
+  return reinterpret_cast<volatile Constants*>(ring - BARRIERS_BYTES + CONSTANTS_OFFSET)[set];
+}
 
 // Registers after reallocation, in steps of eight; a thread has at most 240.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS > 248 ? 248 : 65536 / THREADS / 8 * 8;
@@ -80,14 +89,28 @@ struct Barriers {
   }
 };
 
+// Warp w of the producer makes the vectors of set w. A third starts the copies: the last one has the most of S to make.
+constexpr int COPY_WARP = 2;
+static_assert(VECTOR_SETS <= COPY_WARP);
+__device__ __forceinline__ bool copies() { return threadIdx.x / 32 == COPY_WARP; }
+
+// Calls the tensor maps, by the thread that will need them.
+__device__ __forceinline__ void call_maps(const TensorMaps& maps) {
+  one_thread_if(copies(), [&] {
+    prefetch_tensor_map(&maps.b);
+    prefetch_tensor_map(&maps.x);
+    if (WITH_C) prefetch_tensor_map(&maps.c);
+  });
+}
+
 // Copies one chunk's boxes; one thread.
 __device__ __forceinline__ void copy_stage(const TensorMaps& maps, const Segment& s, int token, unsigned stage, unsigned full) {
-  const int row = s.row, slice = slice_of(s);
+  const int row = s.row, group = s.group, first_box = slice_of(s) * SLICE_BOXES;
   mbarrier_arrive_expect_tx(full, VECTORS_OFFSET);
 #pragma unroll
   for (int box = 0; box < SLICE_BOXES; ++box) {
-    tma_load_4d(stage + B_OFFSET + box * BOX_BYTES, &maps.b, (slice * SLICE_BOXES + box) * 64, s.group, token, row, full);
-    if (WITH_C) tma_load_4d(stage + box * BOX_BYTES, &maps.c, (slice * SLICE_BOXES + box) * 64, s.group, token, row, full);
+    tma_load_4d(stage + B_OFFSET + box * BOX_BYTES, &maps.b, (first_box + box) * 64, group, token, row, full);
+    if (WITH_C) tma_load_4d(stage + box * BOX_BYTES, &maps.c, (first_box + box) * 64, group, token, row, full);
   }
 #pragma unroll
   for (int i = 0; i < WARPGROUPS; ++i) {
@@ -108,67 +131,75 @@ __device__ __forceinline__ void clear_tail(unsigned char* stage, int row) {
 }
 
 // Fills the ring, chunk after chunk of the segment, the last first if BACKWARD; then w decays to the segment's end. For the warps of one
-// warpgroup: the first starts the copies, because it has the least of S to make, and makes the second set of vectors; the next the first.
+// warpgroup.
 template <bool BACKWARD>
 struct Producer {
-  // What the vectors of a set have in common, read anew for each chunk.
-  struct Constants {
-    float a, bias;
-    int tokens;  // of the segment, 0 for a unit past the group
-  };
   bool makes;
   float after = 0.f;
 
-  __device__ __forceinline__ static int set() { return 1 - static_cast<int>(threadIdx.x) / 32 % 4; }
+  // Anew at each use, because S leaves few registers.
+  __device__ __forceinline__ static int thread() { return WITH_C ? volatile_tid_x() : static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ static int warp() { return thread() / 32 % 4; }
   __device__ __forceinline__ static int token_of(const Segment& s, int copy) {
     return (BACKWARD ? (s.tokens + CHUNK - 1) / CHUNK - 1 - copy : copy) * CHUNK;
   }
-  __device__ __forceinline__ static volatile Constants& constants(unsigned char* ring) {
-    return reinterpret_cast<volatile Constants*>(ring - BARRIERS_BYTES + CONSTANTS_OFFSET)[set()];
+  __device__ __forceinline__ static bool ends_inside(const Segment& s, int token) { return PACKED && s.tokens - token < CHUNK; }
+  __device__ __forceinline__ static void copy(const TensorMaps& maps, const Segment& s, unsigned char* ring, int copy, unsigned barrier) {
+    copy_stage(maps, s, s.first + token_of(s, copy), smem_address(ring + copy % STAGES * STAGE_BYTES), barrier);
   }
-  __device__ __forceinline__ Producer(const ForwardArgs& args, const Segment& s, unsigned char* ring) {
-    const Unit unit = locate_unit(s, set());
-    makes = set() >= 0 && set() < VECTOR_SETS;
+  // The copies of the first chunks are under way before anything waits for device memory.
+  __device__ __forceinline__ Producer(const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers) : makes(warp() < VECTOR_SETS) {
+#pragma unroll 1
+    for (int at = 0; at < STAGES; ++at)
+      one_thread_if(copies() && at * CHUNK < s.tokens && !ends_inside(s, token_of(s, at)), [&] { copy(maps, s, ring, at, barriers.full(at)); });
     if (makes) {
-      volatile Constants& kept = constants(ring);
-      kept.a = unit.valid ? args.A[unit.head] * LOG2_E : 0.f;
-      kept.bias = HAS_DT_BIAS && unit.valid ? args.dt_bias[unit.head] : 0.f;
-      kept.tokens = unit.valid ? s.tokens : 0;
+      constants_of(ring, warp()).tokens = locate_unit(s, warp()).valid ? s.tokens : 0;
       __syncwarp();
     }
   }
+  // After the first dt are asked for, because this waits for device memory.
+  __device__ __forceinline__ void load_constants(const ForwardArgs& args, const Segment& s, unsigned char* ring) const {
+    if (!makes) return;
+    const Unit unit = locate_unit(s, warp());
+    const float a = unit.valid ? args.A[unit.head] * LOG2_E : 0.f, bias = HAS_DT_BIAS && unit.valid ? args.dt_bias[unit.head] : 0.f;
+    const float d = WITH_C && D_KIND == 1 && unit.valid ? args.D[unit.head * args.d_head_stride] : 0.f;
+    volatile Constants& kept = constants_of(ring, warp());
+    kept.a = a;
+    kept.bias = bias;
+    kept.d = d;
+    __syncwarp();
+  }
   // This lane's two dt of the copy-th chunk.
   __device__ __forceinline__ void load_dt(const ForwardArgs& args, const Segment& s, unsigned char* ring, int copy, RawDt (&to)[2]) const {
-    const int tokens = makes ? constants(ring).tokens : 0;
-    const int token = token_of(s, copy) + 2 * (threadIdx.x % 32);
+    const int tokens = makes ? constants_of(ring, warp()).tokens : 0;
+    const int token = token_of(s, copy) + 2 * (thread() % 32);
     const RawDt* from = static_cast<const RawDt*>(args.dt) + s.row * args.dt_strides.batch + (s.first + token) * args.dt_strides.token +
-                        locate_unit(s, set()).head * args.dt_strides.head;
+                        locate_unit(s, warp()).head * args.dt_strides.head;
 #pragma unroll
     for (int e = 0; e < 2; ++e) to[e] = token >= 0 && e < tokens - token ? from[e * args.dt_strides.token] : RawDt{};
   }
-  // Fills the next stage once it is empty: the copy-th chunk's, with its dt.
+  // Fills the next stage once it is empty: the chunk of the at-th copy, with its dt.
   __device__ __forceinline__ void fill(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers,
-                                       int copy, const RawDt (&raw)[2]) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, at = copy % STAGES, token = token_of(s, copy);
-    unsigned char* stage = ring + at * STAGE_BYTES;
-    const bool ends_inside = PACKED && s.tokens - token < CHUNK;
+                                       int at, const RawDt (&raw)[2]) {
+    const int lane = thread() % 32, slot = at % STAGES, token = token_of(s, at);
+    unsigned char* stage = ring + slot * STAGE_BYTES;
+    const bool ends = ends_inside(s, token);
     // A warp that writes nothing may go on to S, where it waits for every stage; without S it would arrive twice.
-    if (!WITH_C || warp == 0 || makes || ends_inside) wait_barrier(barriers.empty(at), copy / STAGES % 2 ^ 1);
-    if (threadIdx.x % 128 == 0)
-      copy_stage(maps, s, s.first + token, smem_address(stage), ends_inside ? barriers.tail() : barriers.full(at));
-    if (ends_inside) {
+    if (!WITH_C || warp() == COPY_WARP || makes || ends) wait_barrier(barriers.empty(slot), at / STAGES % 2 ^ 1);
+    one_thread_if(copies() && (ends || at >= STAGES), [&] { copy(maps, s, ring, at, ends ? barriers.tail() : barriers.full(slot)); });
+    if (ends) {
       wait_barrier(barriers.tail(), 0);  // a segment ends once
       clear_tail(stage, s.tokens - token);
-      if (threadIdx.x % 128 == 0) mbarrier_arrive(barriers.full(at));  // in place of the copies
+      if (threadIdx.x % 128 == 0) mbarrier_arrive(barriers.full(slot));  // in place of the copies
     }
     if (makes) {
-      const volatile Constants& kept = constants(ring);
+      const volatile Constants& kept = constants_of(ring, warp());
       const float a = kept.a, bias = HAS_DT_BIAS ? kept.bias : 0.f;
       const float whole = make_vectors(args, raw, a, bias, kept.tokens - token - 2 * lane, after,
-                                       reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + set() * (VECTORS * CHUNK / 2) + lane);
+                                       reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + warp() * (VECTORS * CHUNK / 2) + lane);
       if constexpr (BACKWARD) after += whole;
     }
-    arrive_warp(barriers.full(at));
+    arrive_warp(barriers.full(slot));
   }
 };
 
@@ -214,7 +245,3 @@ __device__ __forceinline__ void start_state_update(float (&state)[PIECES][PIECE_
 #pragma unroll
     for (int k = 0; k < 4; ++k) multiply_registers<1>(state[piece], a[k], b.at(piece * PIECE_BOXES * BOX_BYTES + k * 16 * 128), 1);
 }
-
-// headdim element inside the unit, and dstate element inside the piece, of accumulator element i of this thread.
-__device__ __forceinline__ int state_p(int i) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
-__device__ __forceinline__ int state_n(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }

@@ -22,7 +22,6 @@ constexpr int SCORE_WARPGROUPS = 0;
 
 // Boxes are copied by the tensor memory accelerator. Packed sequences end inside the tensor, where only cp.async can stop reading.
 constexpr bool USE_TMA = !PACKED;
-#include "ptx/special.cuh"
 
 constexpr int P_TILES = (HEADDIM + BLOCK_HEAD - 1) / BLOCK_HEAD;
 
@@ -204,9 +203,9 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
       if (chunk0 + ahead >= chunks) break;
       const int chunk = BACKWARD ? chunks - 1 - chunk0 - ahead : chunk0 + ahead;
       wait_barrier(barriers.x_empty(x_at.stage), x_at.parity ^ 1);
-      const bool copies = threadIdx.x == PRODUCER_THREADS - 32;
+      const bool copies = threadIdx.x / 32 == PRODUCER_THREADS / 32 - 1;
       if constexpr (USE_TMA) {
-        if (copies) copy_x_tma(maps, s, chunk, smem, barriers, x_at.stage);
+        one_thread_if(copies, [&] { copy_x_tma(maps, s, chunk, smem, barriers, x_at.stage); });
       } else {
         copy_x_async(args, s, chunk, smem, barriers, x_at.stage);
       }
@@ -217,7 +216,7 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
       }
       arrive_warp(barriers.x_full(x_at.stage));  // before waiting for boxes: consumers prepare x and H meanwhile
       if constexpr (USE_TMA) {
-        if (copies) copy_boxes_tma(maps, s, chunk, smem, barriers, at);
+        one_thread_if(copies, [&] { copy_boxes_tma(maps, s, chunk, smem, barriers, at); });
       } else {
         copy_boxes_async(args, s, chunk, smem, barriers, at);
       }

@@ -47,6 +47,7 @@ pub const HEADERS: &[(&str, &str)] = templates![
     "common/sm90_forward.cuh",
     "common/sm90_pipeline.cuh",
     "common/sm90_split_pipeline.cuh",
+    "common/sm90_states.cuh",
     "common/sm90_swap_pipeline.cuh",
     "common/softplus.cuh",
     "common/tiles.cuh",

@@ -482,9 +482,9 @@ fn segment_launch(
     }
 }
 
-/// Few segments are added up where their states are loaded: segments * (segments - 1) / 2 reads out of L2 cost less than a launch. The first
-/// then starts from the initial state, for which sm90_segment_state has registers beside 128 of dstate, in blocks of two warpgroups
-/// also beside twice 64 if it is float32.
+/// Few segments are added up where their states are loaded: segments * (segments - 1) / 2 reads out of L2 cost less than a launch. In
+/// sm90_segment_state the first then starts from the initial state, for which it has registers beside 128 of dstate, in blocks of two
+/// warpgroups also beside twice 64 if it is float32; sm90_split_fused_forward starts each from it.
 fn needs_scan(config: &StrategyConfig, problem: &Problem) -> bool {
     match config {
         StrategyConfig::Sm90Fused(c) => {
@@ -493,6 +493,9 @@ fn needs_scan(config: &StrategyConfig, problem: &Problem) -> bool {
                 || c.segment_state.heads > 1
                     && (c.segment_state.warpgroups == 1
                         || problem.initial_states.is_some_and(|d| d != Dtype::F32))
+        }
+        StrategyConfig::Sm90SplitFused(c) => {
+            segments_per_row(c.fused_forward.segment, problem) > SEGMENTS_WITHOUT_SCAN
         }
         _ => true,
     }

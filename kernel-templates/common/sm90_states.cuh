@@ -1,0 +1,196 @@
+// States as accumulators [64 headdim][COUNT * 2 dstate] of a warpgroup, COUNT registers a thread: from and to the workspace and the caller's tensors.
+// For the strategies whose left operand is headdim; the transposed ones have their own.
+#pragma once
+
+#include "common/sm90_chunk.cuh"
+
+// headdim and dstate of accumulator element i of this thread: two rows, eight apart, and in each a pair of every eight columns.
+__device__ __forceinline__ int state_p(int i) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
+__device__ __forceinline__ int state_n(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+// ---- the workspace ----
+
+// This thread's first vector in tile `first`; its warpgroup has four strips from headdim p0 on.
+__device__ __forceinline__ int first_vector(int p0, int first) { return tile_vector(p0 / 16 + threadIdx.x / 32 % 4, first, threadIdx.x % 32); }
+
+// Stores this thread's elements of the tiles from `first` on.
+template <int COUNT>
+__device__ __forceinline__ void store_segment_state(const ForwardArgs& args, int64 slot, int head, int p0, int first, const float (&state)[COUNT]) {
+  float4* to = reinterpret_cast<float4*>(segment_state(args, slot, head)) + first_vector(p0, first);
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4)
+    if (first + i / 4 < DSTATE_PADDED / 8) to[i / 4 * 32] = make_float4(state[i], state[i + 1], state[i + 2], state[i + 3]);
+}
+
+// The same elements of the state at the start of a segment that is not the first. It is segment_scan's, or the sum of what the few segments
+// before, at most PARTS, have made:
+//   H = exp2(total[q]) H + local[q]
+// All parts of 32 elements are under way at once, or, where there are no registers for that, one part after the other. A head past the group gets
+// another's state, for a Y that is not stored.
+template <int PARTS, int COUNT>
+__device__ __forceinline__ void load_segment_state(const ForwardArgs& args, const Segment& s, int head, int p0, int first, float (&state)[COUNT]) {
+  constexpr int AT_ONCE = COUNT > 64 ? 1 : PARTS, VECTORS = PARTS == 1 || COUNT == 64 ? 8 : 4;
+  const int parts = PARTS == 1 || args.scanned ? 1 : s.index;
+  const int64 slot = s.slot - parts + 1;
+  head = min(head, s.end_head - 1);
+  const float4* from = reinterpret_cast<const float4*>(segment_state(args, slot, head)) + first_vector(p0, first);
+  const int64 step = static_cast<int64>(args.nheads) * (STATE_ELEMS / 4);
+  const auto there = [&](int i) { return first + i / 4 < DSTATE_PADDED / 8; };
+  const auto add = [&](int i, float decay, const float4& part) {
+    state[i] = decay * state[i] + part.x;
+    state[i + 1] = decay * state[i + 1] + part.y;
+    state[i + 2] = decay * state[i + 2] + part.z;
+    state[i + 3] = decay * state[i + 3] + part.w;
+  };
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) state[i] = 0.f;
+  if constexpr (AT_ONCE < PARTS) {
+#pragma unroll 1
+    for (int q = 0; q < parts; ++q, from += step) {
+      const float decay = q > 0 ? ex2_approx(fminf(args.da_cumsum[(slot + q) * args.nheads + head], 0.f)) : 0.f;
+#pragma unroll
+      for (int i = 0; i < COUNT; i += 4)
+        if (there(i)) add(i, decay, from[i / 4 * 32]);
+    }
+  } else {
+    float decay[PARTS];
+#pragma unroll
+    for (int q = 1; q < PARTS; ++q) decay[q] = q < parts ? args.da_cumsum[(slot + q) * args.nheads + head] : 0.f;
+#pragma unroll
+    for (int q = 1; q < PARTS; ++q) decay[q] = ex2_approx(fminf(decay[q], 0.f));
+    decay[0] = 0.f;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4 * VECTORS) {
+      float4 part[PARTS][VECTORS];
+#pragma unroll
+      for (int q = 0; q < PARTS; ++q)
+#pragma unroll
+        for (int j = 0; j < VECTORS; ++j)
+          part[q][j] = (q == 0 || q < parts) && there(i + 4 * j) ? from[q * step + (i / 4 + j) * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int q = 0; q < PARTS; ++q)
+#pragma unroll
+        for (int j = 0; j < VECTORS; ++j) add(i + 4 * j, decay[q], part[q][j]);
+      asm volatile("" ::: "memory");  // the next ones are not asked for before: there is no room for them
+    }
+  }
+}
+
+// H = exp2(total[q]) H + local[q] for all segments q before this one, H the state at the sequence's start.
+template <int COUNT>
+__device__ __forceinline__ void add_segment_states(const ForwardArgs& args, const Segment& s, int head, int p0, int first, float (&state)[COUNT]) {
+  const int64 slot = s.slot - s.index + 1, step = static_cast<int64>(args.nheads) * (STATE_ELEMS / 4);
+  head = min(head, s.end_head - 1);
+  const float4* from = reinterpret_cast<const float4*>(segment_state(args, slot, head)) + first_vector(p0, first);
+#pragma unroll 1
+  for (int q = 0; q < s.index; ++q, from += step) {
+    const float decay = ex2_approx(fminf(args.da_cumsum[(slot + q) * args.nheads + head], 0.f));
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+      if (first + i / 4 >= DSTATE_PADDED / 8) continue;
+      const float4 part = from[i / 4 * 32];
+      state[i] = decay * state[i] + part.x;
+      state[i + 1] = decay * state[i + 1] + part.y;
+      state[i + 2] = decay * state[i + 2] + part.z;
+      state[i + 3] = decay * state[i + 3] + part.w;
+      if (i % 32 == 28) asm volatile("" ::: "memory");  // the next eight are not asked for before: there may be no room for them
+    }
+  }
+}
+
+// ---- the caller's tensors ----
+//
+// `p0` and `n0` are the first headdim and dstate of the accumulators.
+
+// Calls f(index of the pair in memory, whether its second element is there, i) for the pairs i, i + 1 of this thread that lie in the tensor.
+template <int COUNT, typename F>
+__device__ __forceinline__ void for_each_state(const int64 (&strides)[3], int sequence, int head, int p0, int n0, F&& f) {
+  const int64 row_stride = strides[2], first = sequence * strides[0] + head * strides[1] + (p0 + state_p(0)) * row_stride + n0 + state_n(0);
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 2) {
+    const int row = i / 2 % 2 * 8, column = i / 4 * 8;
+    const bool inside = (HEADDIM % 64 == 0 || p0 + state_p(0) + row < HEADDIM) && (DSTATE % (2 * COUNT) == 0 || n0 + state_n(0) + column < DSTATE);
+    if (inside) f(first + (row ? 8 * row_stride : 0) + column, DSTATE % 2 == 0 || n0 + state_n(0) + column + 1 < DSTATE, i);
+  }
+}
+
+// Whether a float32 state may be read and written 16 bytes at a time.
+__device__ __forceinline__ bool in_vectors(const void* state, const int64 (&strides)[3]) {
+  return DSTATE % 4 == 0 && reinterpret_cast<unsigned long long>(state) % 16 == 0 && (strides[0] | strides[1] | strides[2]) % 4 == 0;
+}
+// Calls f(vector in memory, whether it lies in the tensor, i) for the elements i, i + 1, i + 4, i + 5 of this thread's state (one row, neighbouring
+// tiles of eight columns), once they are exchanged with the neighbouring lane's: an even lane then has four neighbours of the first tile, an
+// odd one of the second. Eight rows of 64 bytes a warp in place of eight of 8.
+template <int COUNT, typename T, typename F>
+__device__ __forceinline__ void for_each_vector(T* state, const int64 (&strides)[3], int sequence, int head, int p0, int n0, F&& f) {
+  const int lane = threadIdx.x % 32, column = n0 + lane % 2 * 8 + lane % 4 / 2 * 4;
+  T* first = state + sequence * strides[0] + head * strides[1] + (p0 + state_p(0)) * strides[2] + column;
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 8)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool inside = (HEADDIM % 64 == 0 || p0 + state_p(0) + 8 * r < HEADDIM) && (DSTATE % (2 * COUNT) == 0 || i * 2 + column < DSTATE);
+      f(first + (r ? 8 * strides[2] : 0) + i * 2, inside, i + 2 * r);
+    }
+}
+__device__ __forceinline__ float2 from_neighbour(float x, float y) { return {__shfl_xor_sync(0xffffffffu, x, 1), __shfl_xor_sync(0xffffffffu, y, 1)}; }
+
+// The state before the first token of a sequence; zero if there is none.
+template <int COUNT>
+__device__ __forceinline__ void load_initial_state(const ForwardArgs& args, const Segment& s, int head, int p0, int n0, float (&state)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) state[i] = 0.f;
+  if constexpr (INITIAL_DTYPE >= 0) {
+    if (head >= s.end_head || s.tokens < 0) return;
+    if (INITIAL_DTYPE == 2 && in_vectors(args.initial_states, args.initial_strides)) {
+      const bool odd = threadIdx.x % 2;
+      for_each_vector<COUNT>(static_cast<const float*>(args.initial_states), args.initial_strides, s.sequence, head, p0, n0,
+                             [&](const float* at, bool inside, int i) {
+        const float4 v = inside ? *reinterpret_cast<const float4*>(at) : make_float4(0.f, 0.f, 0.f, 0.f);
+        state[i] = v.x;
+        state[i + 1] = v.y;
+        state[i + 4] = v.z;
+        state[i + 5] = v.w;
+      });
+#pragma unroll
+      for (int i = 0; i < COUNT; i += 8)
+#pragma unroll
+        for (int r = i; r < i + 4; r += 2) {
+          const float2 low = {state[r], state[r + 1]}, high = {state[r + 4], state[r + 5]};
+          const float2 other = from_neighbour(odd ? low.x : high.x, odd ? low.y : high.y);
+          const float2 first = odd ? other : low, second = odd ? high : other;
+          state[r] = first.x;
+          state[r + 1] = first.y;
+          state[r + 4] = second.x;
+          state[r + 5] = second.y;
+        }
+      return;
+    }
+    for_each_state<COUNT>(args.initial_strides, s.sequence, head, p0, n0, [&](int64 at, bool both, int i) {
+      state[i] = load_element<INITIAL_DTYPE>(args.initial_states, at);
+      if (both) state[i + 1] = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
+    });
+  }
+}
+
+// The state after the last token of a sequence, if it is wanted.
+template <int COUNT>
+__device__ __forceinline__ void store_final_state(const ForwardArgs& args, const Segment& s, int head, int p0, int n0, const float (&state)[COUNT]) {
+  if constexpr (FINAL_DTYPE >= 0) {
+    if (head >= s.end_head) return;
+    if (FINAL_DTYPE == 2 && in_vectors(args.final_states, args.final_strides)) {
+      const bool odd = threadIdx.x % 2;
+      for_each_vector<COUNT>(static_cast<float*>(args.final_states), args.final_strides, s.sequence, head, p0, n0, [&](float* at, bool inside, int i) {
+        const float2 first = {state[i], state[i + 1]}, second = {state[i + 4], state[i + 5]};
+        const float2 other = from_neighbour(odd ? first.x : second.x, odd ? first.y : second.y);
+        const float2 low = odd ? other : first, high = odd ? second : other;
+        if (inside) *reinterpret_cast<float4*>(at) = make_float4(low.x, low.y, high.x, high.y);
+      });
+      return;
+    }
+    for_each_state<COUNT>(args.final_strides, s.sequence, head, p0, n0, [&](int64 at, bool both, int i) {
+      store_element<FINAL_DTYPE>(args.final_states, at, state[i]);
+      if (both) store_element<FINAL_DTYPE>(args.final_states, at + 1, state[i + 1]);
+    });
+  }
+}
