@@ -21,7 +21,8 @@ constexpr int HEADS = 1;    // a warpgroup; two spill
 #include "ptx/grid_flag.cuh"
 
 constexpr int SCORES_OFFSET = BARRIERS_BYTES + STAGES * STAGE_BYTES;
-static_assert(SCORES_OFFSET + SCORES_BYTES + OUTPUT_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+constexpr int OUTPUT_OFFSET = SCORES_OFFSET + SCORES_BYTES;
+static_assert(OUTPUT_OFFSET + OUTPUT_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
 // The first block has the initial state beside the sum, if there are registers for both: nobody waits for it longer than for the others.
 constexpr bool HOLDS_INITIAL = INITIAL_DTYPE >= 0 && 2 * STATE_REGISTERS + 60 <= CONSUMER_REGISTERS;
@@ -103,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_
   unsigned char* ring = smem + BARRIERS_BYTES;
   const Barriers barriers{smem_address(smem)};
   const ScoreBarriers score_barriers{smem_address(smem) + SCORE_BARRIERS_OFFSET};
+  const OutputBarriers output_barriers{smem_address(smem) + OUTPUT_BARRIERS_OFFSET};
   Segment& s = *reinterpret_cast<Segment*>(smem + SEGMENT_OFFSET);
   int later;
   const Segment located = locate_chain_segment(args, blockIdx.x / SEGMENTS, blockIdx.x % SEGMENTS, later);
@@ -112,15 +114,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_
   if (threadIdx.x == 0) {
     s = located;
     score_barriers.init();
+    if (STORES_APART) output_barriers.init();
   }
   one_thread_if(copies(), [&] { barriers.init(); });
   __syncthreads();
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
+    OutputStore output{args, maps, s, smem + OUTPUT_OFFSET, output_barriers};
     Producer<false> producer(args, maps, located, ring, barriers);
 #pragma unroll 1
-    for (int pass = 0; pass <= two_passes; ++pass, producer.rewind()) producer.run(pass == two_passes, pass);
+    for (int pass = 0; pass <= two_passes; ++pass, producer.rewind())
+      producer.run(pass == two_passes, pass, [&](int token) {
+        if (OutputStore::is_here()) output.store(token);
+      });
   } else if (threadIdx.x >= PRODUCER_THREADS + 128 * WARPGROUPS) {
     setmaxnreg_dec<SCORE_REGISTERS>();
     RingPosition<STAGES> at;
@@ -170,8 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_
       for (int i = 0; i < STATE_REGISTERS; ++i) state[0][i] = 0.f;
     }
     if (resident) at = {};
-    unsigned char* output = smem + SCORES_OFFSET + SCORES_BYTES + consumer * OUTPUT_SLOTS * BOX_BYTES;
-    forward_segment(args, maps, s, ring, smem + SCORES_OFFSET, output, barriers, score_barriers, consumer, d, at, state);
+    forward_segment(args, maps, s, ring, smem + SCORES_OFFSET, smem + OUTPUT_OFFSET, barriers, score_barriers, output_barriers, consumer, d, at, state);
     if (s.last) store_final_state(args, s, head, 0, 0, state[0]);
   }
 }

@@ -37,19 +37,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
   unsigned char* tiles = ring + STAGES * STAGE_BYTES;
   const Barriers barriers{smem_address(smem)};
   const ScoreBarriers score_barriers{smem_address(smem) + SCORE_BARRIERS_OFFSET};
+  const OutputBarriers output_barriers{smem_address(smem) + OUTPUT_BARRIERS_OFFSET};
   const Segment located = locate_segment(args, blockIdx.x);
   if (located.tokens < 0) return;
   Segment& s = *reinterpret_cast<Segment*>(smem + SEGMENT_OFFSET);
   if (threadIdx.x == 0) {
     s = located;
     score_barriers.init();
+    if (STORES_APART) output_barriers.init();
   }
   one_thread_if(copies(), [&] { barriers.init(); });
   __syncthreads();
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    Producer<false>(args, maps, located, ring, barriers).run(true);
+    OutputStore output{args, maps, s, tiles + SCORES_BYTES, output_barriers};
+    Producer<false>(args, maps, located, ring, barriers).run(true, 0, [&](int token) {
+      if (OutputStore::is_here()) output.store(token);
+    });
   } else if (threadIdx.x >= PRODUCER_THREADS + 128 * WARPGROUPS) {
     setmaxnreg_dec<SCORE_REGISTERS>();
     RingPosition<STAGES> at;
@@ -66,8 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
     for (int h = 0; h < HEADS; ++h) load_start_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
 
     RingPosition<STAGES> at;
-    unsigned char* output = tiles + SCORES_BYTES + consumer * OUTPUT_SLOTS * BOX_BYTES;
-    forward_segment(args, maps, s, ring, tiles, output, barriers, score_barriers, consumer, d, at, state);
+    forward_segment(args, maps, s, ring, tiles, tiles + SCORES_BYTES, barriers, score_barriers, output_barriers, consumer, d, at, state);
     if (s.last) {
 #pragma unroll
       for (int h = 0; h < HEADS; ++h) store_final_state(args, s, first_head(s) + consumer * HEADS + h, 0, 0, state[h]);

@@ -64,8 +64,8 @@ __device__ __forceinline__ void start_score_product(float (&d)[32], const unsign
   }
 }
 
-// Fills the ring and makes S of every chunk and set of vectors. The ring is filled STAGES - 1 chunks ahead, when S of a chunk is done: then
-// the consumers are about to free the stage of the chunk before.
+// Fills the ring and makes S of every chunk and set of vectors. Vectors are made STAGES - 1 chunks ahead, when S of a chunk is done: then the
+// consumers are about to free the stage of the chunk before. Its copy takes longer, and starts at the first look that finds the stage free.
 __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, unsigned tiles,
                                         const Barriers& barriers, const ForwardBarriers& forward_barriers) {
   const int chunks = __shfl_sync(0xffffffffu, (s.tokens + CHUNK - 1) / CHUNK, 0);  // known to be uniform
@@ -77,6 +77,7 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
     if (chunk >= 0) {
       const int at = chunk % STAGES;
       const unsigned char* stage = ring + at * STAGE_BYTES;
+      producer.copy_next(maps, s, ring, barriers);
       wait_barrier(barriers.full(at), chunk / STAGES % 2);
       float scores[32];  // raw C B^T, 64 rows x 64 tokens
       wgmma_fence();
@@ -85,6 +86,7 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
       wgmma_wait_group<0>();
 #pragma unroll 1
       for (int set = 0; set < VECTOR_SETS; ++set) {
+        producer.copy_next(maps, s, ring, barriers);
         wait_barrier(forward_barriers.scores_empty(set), chunk % 2 ^ 1);
         const unsigned tile = tiles + set * BOX_BYTES;
         const int thread = volatile_tid_x(), lane = thread % 32, row = thread / 32 % 4 * 16 + lane % 16;

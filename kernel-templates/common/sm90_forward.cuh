@@ -28,6 +28,23 @@ struct ScoreBarriers {
   }
 };
 constexpr int SCORE_BARRIERS_OFFSET = STAGES * 16;
+
+// The same per box of Y of a lone consumer, behind those.
+struct OutputBarriers {
+  unsigned base;
+  __device__ __forceinline__ unsigned full(int slot) const { return base + slot * 16; }
+  __device__ __forceinline__ unsigned empty(int slot) const { return full(slot) + 8; }
+  __device__ __forceinline__ void init() const {
+#pragma unroll 1
+    for (int i = 0; i < OUTPUT_SLOTS; ++i) {
+      mbarrier_init(full(i), 4 * WARP_ARRIVALS);
+      mbarrier_init(empty(i), 1);
+    }
+    fence_mbarrier_init();
+  }
+};
+constexpr int OUTPUT_BARRIERS_OFFSET = SCORE_BARRIERS_OFFSET + WARPGROUPS * SCORE_SLOTS * 16;
+static_assert(OUTPUT_BARRIERS_OFFSET + OUTPUT_SLOTS * 16 <= TAIL_BARRIER_OFFSET);
 __device__ __forceinline__ unsigned char* score_tile(unsigned char* tiles, int consumer, int slot) {
   return tiles + (consumer * SCORE_SLOTS + slot) * BOX_BYTES;
 }
@@ -67,16 +84,6 @@ __device__ __forceinline__ void start_state_products(float (&y)[32], float (&sta
   wgmma_commit_group();
 }
 
-// The consumer's boxes of Y, and which one is next.
-struct OutputBoxes {
-  unsigned char* first;
-  int slot = 0;
-  __device__ __forceinline__ unsigned char* next() {
-    slot ^= 1;
-    return first + slot * BOX_BYTES;
-  }
-};
-
 // D of the headdim rows lane / 4 and lane / 4 + 8 of the warp.
 struct HeadD {
   float of_row[2];
@@ -91,10 +98,9 @@ struct HeadD {
   }
 };
 
-// Adds D x, applies the gate, and stores Y [64 tokens x headdim] through a box of shared memory. The box was stored from two calls ago: the
-// thread that starts the stores has seen to it before the barrier of the last call.
-__device__ __forceinline__ void store_output(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, int head, int token, const HeadD& d,
-                                             float (&y)[32], const FragmentA<X> (&x)[4], const unsigned char* x_box, unsigned char* box, int barrier) {
+// Adds D x, applies the gate, and leaves Y [64 tokens x headdim] in a box of shared memory.
+__device__ __forceinline__ void finish_output(const HeadD& d, float (&y)[32], const FragmentA<X> (&x)[4], const unsigned char* x_box,
+                                              unsigned char* box) {
   if constexpr (D_KIND > 0) {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
@@ -123,28 +129,76 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Tens
     stmatrix_x4_trans(transposed_at(box, k), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits, pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
   }
   fence_proxy_async();
+}
+
+// Stores the rows of a box that are the sequence's, element by element: what follows is the next sequence's. By `threads` threads, a multiple
+// of eight, of which this is `thread`.
+__device__ __forceinline__ void store_rows(const ForwardArgs& args, const Segment& s, const unsigned char* box, int head, int token, int thread, int threads) {
+  X* to = static_cast<X*>(args.out) + s.row * args.out_strides.batch + (s.first + token + thread / 8) * args.out_strides.token +
+          head * args.out_strides.head + thread % 8 * 8;
+#pragma unroll 1
+  for (int row = thread / 8; row < s.tokens - token; row += threads / 8, to += threads / 8 * args.out_strides.token) {
+    const uint4 v = *reinterpret_cast<const uint4*>(box + swizzled(row, thread % 8));
+    const unsigned words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (thread % 8 * 8 + j < HEADDIM) to[j] = {static_cast<unsigned short>(words[j / 2] >> 16 * (j % 2))};
+  }
+}
+__device__ __forceinline__ bool ends_inside(const Segment& s, int token) { return PACKED && s.tokens - token < CHUNK; }
+
+// Who stores Y. A lone consumer hands its boxes to a warp of the producer that has nothing to do, and waits neither for all of its warps nor for the
+// store's start: 4 % of 1 x 8192 x 128 heads. With two that were 4 % more, of which ncu says only that all wait longer for each other.
+constexpr bool STORES_APART = HEADS_BLOCK == 1;
+
+// The consumer's warpgroup stores a box. The box was stored from two calls ago: the thread that starts the stores has seen to it before the barrier
+// of the last call.
+__device__ __forceinline__ void store_output(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, int head, int token,
+                                             const unsigned char* box, int barrier) {
   const bool stores = threadIdx.x % 128 == 0;
   if (stores) bulk_wait_group_read<0>();
   bar_sync(barrier, 128);  // rows are whole
-  const bool valid = head < end_head(s);
-  if (PACKED && s.tokens - token < CHUNK) {  // what follows is the next sequence's
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 8;
-    X* to = static_cast<X*>(args.out) + s.row * args.out_strides.batch + (s.first + token + row) * args.out_strides.token +
-            head * args.out_strides.head + lane % 8 * 8;
-#pragma unroll 1
-    for (int i = 0; i < 16; i += 4, to += 4 * args.out_strides.token) {
-      if (!valid || row + i >= s.tokens - token) break;
-      const uint4 v = *reinterpret_cast<const uint4*>(box + swizzled(row + i, lane % 8));
-      const unsigned words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (lane % 8 * 8 + j < HEADDIM) to[j] = {static_cast<unsigned short>(words[j / 2] >> 16 * (j % 2))};
-    }
-  } else if (stores && valid) {
+  if (head >= end_head(s)) return;
+  if (ends_inside(s, token)) {
+    store_rows(args, s, box, head, token, threadIdx.x % 128, 128);
+  } else if (stores) {
     tma_store_4d(&maps.out, 0, head, s.first + token, s.row, smem_address(box));
     bulk_commit_group();
   }
 }
+
+// The store warp's part.
+struct OutputStore {
+  const ForwardArgs& args;
+  const TensorMaps& maps;
+  const Segment& s;
+  const unsigned char* const boxes;
+  const OutputBarriers barriers;
+  RingPosition<OUTPUT_SLOTS> at;
+
+  __device__ __forceinline__ static bool is_here() { return STORES_APART && threadIdx.x / 32 == PRODUCER_THREADS / 32 - 2; }
+
+  // Y of the chunk at `token`. Chunks come one after the other.
+  __device__ __forceinline__ void store(int token) {
+    wait_barrier(barriers.full(at.stage), at.parity);
+    const unsigned char* box = boxes + at.stage * BOX_BYTES;
+    const int head = first_head(s);
+    if (ends_inside(s, token)) {
+      store_rows(args, s, box, head, token, threadIdx.x % 32, 32);
+      __syncwarp();
+    } else {
+      one_thread_if(true, [&] {
+        tma_store_4d(&maps.out, 0, head, s.first + token, s.row, smem_address(box));
+        bulk_commit_group();
+      });
+    }
+    one_thread_if(true, [&] {
+      bulk_wait_group_read<0>();
+      mbarrier_arrive(barriers.empty(at.stage));
+    });
+    at.advance();
+  }
+};
 
 // The score warpgroup's part: S of every chunk and head of the segment. The ring is read from `at`.
 __device__ __forceinline__ void make_scores(const Segment& s, const unsigned char* ring, unsigned char* tiles, const Barriers& barriers,
@@ -181,14 +235,13 @@ __device__ __forceinline__ void make_scores(const Segment& s, const unsigned cha
 }
 
 // The consumer's part: Y of every chunk of the segment, and the state at its end, from the state at its start. The ring is read from `at`; Y
-// goes through the OUTPUT_SLOTS boxes at `output`.
+// goes through the boxes at `output`, all consumers'.
 __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, const unsigned char* ring,
                                                 unsigned char* tiles, unsigned char* output, const Barriers& barriers,
-                                                const ScoreBarriers& score_barriers, int consumer, const HeadD (&d)[HEADS],
-                                                RingPosition<STAGES>& at, float (&state)[HEADS][STATE_REGISTERS]) {
+                                                const ScoreBarriers& score_barriers, const OutputBarriers& output_barriers, int consumer, const HeadD (&d)[HEADS], RingPosition<STAGES>& at,
+                                                float (&state)[HEADS][STATE_REGISTERS]) {
+  static_assert(SCORE_SLOTS == OUTPUT_SLOTS, "one position for both");
   const int lane = threadIdx.x % 32;
-  const auto head_of = [&](int h) { return first_head(s) + consumer * HEADS + h; };
-  OutputBoxes boxes{output};
   RingPosition<SCORE_SLOTS> from;
   for (int token = 0; token < s.tokens; token += CHUNK, at.advance()) {
     const unsigned char* stage = ring + at.stage * STAGE_BYTES;
@@ -223,9 +276,16 @@ __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const T
       wgmma_wait_group<0>();  // x^T S^T and the state update
       arrive_warp(score_barriers.empty(consumer, from.stage));
       if (!HAS_Z && h == HEADS - 1) arrive_warp(barriers.empty(at.stage));
-      store_output(args, maps, s, head_of(h), token, d[h], y, x, x_box, boxes.next(), consumer + 1);
+      unsigned char* box = output + (consumer * OUTPUT_SLOTS + from.stage) * BOX_BYTES;
+      if constexpr (STORES_APART) wait_barrier(output_barriers.empty(from.stage), from.parity ^ 1);
+      finish_output(d[h], y, x, x_box, box);
+      if constexpr (STORES_APART) {
+        arrive_warp(output_barriers.full(from.stage));
+      } else {
+        store_output(args, maps, s, first_head(s) + consumer * HEADS + h, token, box, consumer + 1);
+      }
       if (HAS_Z && h == HEADS - 1) arrive_warp(barriers.empty(at.stage));
     }
   }
-  if (threadIdx.x % 128 == 0) bulk_wait_group_read<0>();  // before the block's shared memory is another's
+  if (!STORES_APART && threadIdx.x % 128 == 0) bulk_wait_group_read<0>();  // before the block's shared memory is another's
 }

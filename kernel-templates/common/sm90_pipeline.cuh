@@ -187,10 +187,12 @@ struct Producer {
     dt_at += STEP * args.dt_strides.token;
   }
 
-  // All chunks, for the first time (pass 0) or the second; with copy_c, C and z of them too. Copies of the first ones are under way before anything waits for device memory. Raw dt is
+  // All chunks, for the first time (pass 0) or the second; with copy_c, C and z of them too, and then done(token) for each whose stage has been
+  // filled anew, and for the last ones at the end. Copies of the first ones are under way before anything waits for device memory. Raw dt is
   // loaded two chunks ahead, and called into L2 some chunks earlier: a loop that holds more of it in registers is unrolled further, and its
   // code, run once each, comes slower than the data.
-  __device__ __forceinline__ void run(bool copy_c, int pass = 0) {
+  template <typename F>
+  __device__ __forceinline__ void run(bool copy_c, int pass, F&& done) {
     if (copies()) {
       RingPosition<STAGES> to = at;
 #pragma unroll 1
@@ -205,11 +207,19 @@ struct Producer {
     const int head = first_head(s) + warp();
     const float a = valid() ? args.A[head] * LOG2_E : 0.f, bias = HAS_DT_BIAS && valid() ? args.dt_bias[head] : 0.f;
     float after = 0.f;
+    const auto done_with = [&](int chunk) {
+      if (copy_c && chunk >= 0 && chunk * CHUNK < s.tokens) done(chunk * CHUNK);
+    };
 #pragma unroll 1
     for (int chunk = 0; chunk * CHUNK < s.tokens; chunk += 2) {
       fill(chunk, even, a, bias, after, copy_c, pass);
-      if ((chunk + 1) * CHUNK < s.tokens) fill(chunk + 1, odd, a, bias, after, copy_c, pass);
+      done_with(chunk - STAGES);
+      if ((chunk + 1) * CHUNK >= s.tokens) break;
+      fill(chunk + 1, odd, a, bias, after, copy_c, pass);
+      done_with(chunk + 1 - STAGES);
     }
+#pragma unroll 1
+    for (int left = STAGES; left > 0; --left) done_with((s.tokens + CHUNK - 1) / CHUNK - left);
   }
 };
 

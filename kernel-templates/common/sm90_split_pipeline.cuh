@@ -136,6 +136,7 @@ template <bool BACKWARD>
 struct Producer {
   bool makes;
   float after = 0.f;
+  int copied = STAGES;  // chunks, in the warp that copies
 
   // Anew at each use, because S leaves few registers.
   __device__ __forceinline__ static int thread() { return WITH_C ? volatile_tid_x() : static_cast<int>(threadIdx.x); }
@@ -156,6 +157,16 @@ struct Producer {
       constants_of(ring, warp()).tokens = locate_unit(s, warp()).valid ? s.tokens : 0;
       __syncwarp();
     }
+  }
+  // Starts the next copy if its stage is empty, or, with `wait`, once it is.
+  __device__ __forceinline__ void copy_next(const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers, bool wait = false) {
+    const int slot = copied % STAGES, token = token_of(s, copied);
+    if (!copies() || (BACKWARD ? token < 0 : token >= s.tokens)) return;
+    const unsigned empty = barriers.empty(slot), parity = copied / STAGES % 2 ^ 1;
+    if (wait) wait_barrier(empty, parity);
+    const bool now = __shfl_sync(0xffffffffu, wait || mbarrier_test_wait_parity(empty, parity), 0);
+    one_thread_if(now, [&] { copy(maps, s, ring, copied, ends_inside(s, token) ? barriers.tail() : barriers.full(slot)); });
+    copied += now;
   }
   // After the first dt are asked for, because this waits for device memory.
   __device__ __forceinline__ void load_constants(const ForwardArgs& args, const Segment& s, unsigned char* ring) const {
@@ -185,8 +196,9 @@ struct Producer {
     unsigned char* stage = ring + slot * STAGE_BYTES;
     const bool ends = ends_inside(s, token);
     // A warp that writes nothing may go on to S, where it waits for every stage; without S it would arrive twice.
-    if (!WITH_C || warp() == COPY_WARP || makes || ends) wait_barrier(barriers.empty(slot), at / STAGES % 2 ^ 1);
-    one_thread_if(copies() && (ends || at >= STAGES), [&] { copy(maps, s, ring, at, ends ? barriers.tail() : barriers.full(slot)); });
+    if (!WITH_C || makes || ends) wait_barrier(barriers.empty(slot), at / STAGES % 2 ^ 1);
+    if (copied == at) copy_next(maps, s, ring, barriers, true);
+    one_thread_if(copies() && ends && at < STAGES, [&] { copy(maps, s, ring, at, barriers.tail()); });
     if (ends) {
       wait_barrier(barriers.tail(), 0);  // a segment ends once
       clear_tail(stage, s.tokens - token);

@@ -26,6 +26,17 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(unsigned barrier, unsig
   return done != 0;
 }
 
+// The same without waiting.
+__device__ __forceinline__ bool mbarrier_test_wait_parity(unsigned barrier, unsigned parity) {
+  unsigned done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Makes the mbarrier inits of this thread visible to the async proxy.
 __device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 

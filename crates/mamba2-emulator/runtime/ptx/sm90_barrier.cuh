@@ -16,6 +16,7 @@ inline bool mbarrier_try_wait_parity(unsigned barrier, unsigned parity) {
   emulator::yield();
   return emulator::memory_barrier(barrier).phase != parity;
 }
+inline bool mbarrier_test_wait_parity(unsigned barrier, unsigned parity) { return emulator::memory_barrier(barrier).phase != parity; }
 inline void fence_mbarrier_init() {}
 inline void fence_proxy_async() {}
 template <int REGISTERS>
