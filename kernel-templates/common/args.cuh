@@ -33,7 +33,7 @@ struct ForwardArgs {
   int sequences;
   int chunk_slots;
   int scanned;         // 1: segment_scan turns what segments add into states; 0: the forward pass adds them up itself
-  Divisor chunks_per_row;    // chunk slots, or segments, of one batch row; unset when packed
+  Divisor chunks_per_row;    // chunk slots, or segments, of one batch row, unset when packed; but the blocks of a chain in any case
   Divisor ngroups;
   Divisor blocks_per_group;  // of this launch, in one segment; Hopper kernels only
   float dt_min;

@@ -148,15 +148,12 @@ struct Producer {
     copy_stage(maps, s, s.first + chunk_token, smem_address(ring + stage * STAGE_BYTES), full, copy_c);
   }
 
-  __device__ __forceinline__ void rewind() {
-    token = BACKWARD ? (s.tokens - 1) / CHUNK * CHUNK : 0;
+  // dt is asked of device memory while the first boxes are. The ring is filled from `at`.
+  __device__ __forceinline__ Producer(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers,
+                                      const RingPosition<STAGES>& at = {})
+      : args(args), maps(maps), s(s), barriers(barriers), ring(ring), token(BACKWARD ? (s.tokens - 1) / CHUNK * CHUNK : 0), at(at) {
     dt_at = static_cast<const RawDt*>(args.dt) + s.row * args.dt_strides.batch + (first_head(s) + warp()) * args.dt_strides.head +
             (s.first + token + 2 * lane()) * args.dt_strides.token;
-  }
-  // dt is asked of device memory while the first boxes are.
-  __device__ __forceinline__ Producer(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers)
-      : args(args), maps(maps), s(s), barriers(barriers), ring(ring) {
-    rewind();
     if (warp() >= HEADS_BLOCK) return;
 #pragma unroll 1
     for (int ahead = 0; ahead < DT_AHEAD; ++ahead) call_dt(ahead);

@@ -92,7 +92,7 @@ pub struct LaunchPlan {
     pub workspace: Workspace,
     /// Chunk slots (three kernels), segment items (fused) or chains (chain) of all sequences.
     pub slots: usize,
-    /// The same of one batch row; 0 when packed.
+    /// The same of one batch row, 0 when packed; but the blocks of a chain in any case.
     pub slots_per_row: usize,
     /// Tokens of a segment; 0 where a block takes whole sequences, or strategy has no segments.
     pub segment: usize,
@@ -514,8 +514,12 @@ pub fn plan(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) ->
             launch
         })
         .collect();
+    let of_chain = match config {
+        StrategyConfig::Sm90Chain(c) => Some(c.chain_forward.segments as usize),
+        _ => None,
+    };
     let (slots, slots_per_row) = match config.segment() {
-        _ if matches!(config, StrategyConfig::Sm90Chain(_)) => (problem.sequences(), 1),
+        _ if of_chain.is_some() => (problem.sequences(), 1),
         None => {
             let chunk_size = config.chunk_size() as usize;
             (
@@ -528,10 +532,10 @@ pub fn plan(config: &StrategyConfig, problem: &Problem, device: &DeviceFacts) ->
             segments_per_row(segment, problem),
         ),
     };
-    let slots_per_row = if problem.packed.is_some() {
-        0
-    } else {
-        slots_per_row
+    let slots_per_row = match of_chain {
+        Some(blocks) => blocks,
+        None if problem.packed.is_some() => 0,
+        None => slots_per_row,
     };
     LaunchPlan {
         launches,
@@ -555,11 +559,14 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
     let per_state = problem.nheads * segment_state_elems(problem) * 4;
     let mut workspace = match (config, config.segment()) {
         (StrategyConfig::Sm90Chain(c), _) => {
-            let slots = problem.sequences() * (c.chain_forward.segments as usize - 1);
+            let segments = c.chain_forward.segments as usize;
+            let slots = problem.sequences() * (segments - 1);
+            // A flag for each stored state, and one for each slice of them that a block scans.
+            let flags = slots + problem.sequences() * segments;
             Workspace {
                 da_cumsum: region(slots * problem.nheads * 4),
                 states: region(slots * per_state),
-                flags: region(slots * problem.nheads * 8),
+                flags: region(flags * problem.nheads * 8),
                 ..Workspace::default()
             }
         }
