@@ -182,6 +182,32 @@ mod tests {
     }
 
     #[test]
+    fn decode_steps_of_all_head_and_row_counts_share_cubins() {
+        let device = DeviceFacts::assumed(Arch(90));
+        let digest = |shape: &str| {
+            let problem: mamba2_spec::StepProblem = shape.parse().expect("shape");
+            let config = mamba2_spec::parameters::StateUpdate::default();
+            let rendered = mamba2_kernels::render_step(&config, &problem, &device);
+            KernelIdentity::of(&rendered, device.arch, CompileOptions::default()).digest()
+        };
+        let first = digest("b=64,h=80,p=64,g=1,n=128");
+        for same in [
+            "b=1,h=3,p=64,g=3,n=128",
+            "b=65535,h=128,p=64,g=8,n=128",
+            "b=7,h=1,p=64,g=1,n=128",
+        ] {
+            assert_eq!(digest(same), first, "{same}");
+        }
+        for other in [
+            "b=64,h=80,p=64,g=1,n=64",
+            "b=64,h=80,p=64,g=1,n=128,slots=99",
+            "b=65536,h=80,p=64,g=1,n=128",
+        ] {
+            assert_ne!(digest(other), first, "{other}");
+        }
+    }
+
+    #[test]
     fn arch_and_options_change_the_digest_and_fields_cannot_run_into_each_other() {
         let problem: Problem = "b=1,l=256,h=8,p=64,g=1,n=128".parse().expect("shape");
         let base = identity(&problem, Arch(90), CompileOptions::default())[0].clone();

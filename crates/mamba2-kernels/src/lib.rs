@@ -394,12 +394,6 @@ pub fn render_step(config: &StateUpdate, problem: &StepProblem, device: &DeviceF
         dt_limit: problem.dt_limit,
     }
     .write(&mut header);
-    header.constant("NHEADS", problem.nheads as i64, "heads");
-    header.constant(
-        "HEADS_PER_GROUP",
-        (problem.nheads / problem.ngroups.max(1)) as i64,
-        "heads that share B and C",
-    );
     header.constant(
         "STATE_DTYPE",
         dtype_code(Some(problem.state_dtype)),
@@ -417,7 +411,7 @@ pub fn render_step(config: &StateUpdate, problem: &StepProblem, device: &DeviceF
     );
     header.constant(
         "EVERY_ROW",
-        (u64::from(launch.grid) == launch.work_items).into(),
+        (launch.blocks() == launch.work_items).into(),
         "the grid has blocks for every row",
     );
     header.parameters(&KernelConfig::StateUpdate(*config));
