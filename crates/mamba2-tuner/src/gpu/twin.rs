@@ -79,9 +79,10 @@ pub fn of_forward(problem: &Problem, config: &StrategyConfig) -> Problem {
     twin
 }
 
-/// The twin of a decode step.
+/// The twin of a decode step. It has a block for each tile of its few rows: what the kernel of a problem with more rows than a grid can have
+/// does behind its first row, only the real shape shows.
 pub fn of_step(problem: &StepProblem) -> StepProblem {
-    let heads_per_group = problem.nheads / problem.ngroups;
+    let heads_per_group = heads_per_group(problem.heads_per_group());
     let mut twin = problem.clone();
     twin.ngroups = groups(problem.ngroups, heads_per_group);
     twin.nheads = twin.ngroups * heads_per_group;
@@ -103,7 +104,7 @@ pub fn of_step(problem: &StepProblem) -> StepProblem {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mamba2_kernels::render;
+    use mamba2_kernels::{render, render_step};
     use mamba2_spec::{Arch, DeviceFacts, KernelConfig, rules};
 
     #[test]
@@ -197,14 +198,42 @@ mod tests {
                 assert!(of_twin <= heads_per_group && of_twin <= 23, "{twin}");
                 assert_eq!(of_twin.min(8), heads_per_group.min(8));
                 assert_eq!(of_twin % 8, heads_per_group % 8);
-                assert!(of_twin % 3 > 0 || heads_per_group % 3 == 0, "{problem}");
+                if of_twin.is_multiple_of(3) {
+                    assert!(heads_per_group.is_multiple_of(3), "{problem}");
+                }
                 for block in [2, 4] {
                     assert_eq!(of_twin > block, heads_per_group > block, "{problem}");
                 }
                 for block in [2, 4, 8] {
-                    assert!(twin.nheads % block > 0 || problem.nheads % block == 0);
+                    if twin.nheads.is_multiple_of(block) {
+                        assert!(problem.nheads.is_multiple_of(block), "{problem}");
+                    }
                 }
                 assert_eq!(twin.ngroups.min(2), ngroups.min(2));
+            }
+        }
+    }
+
+    #[test]
+    fn a_step_and_its_twin_have_the_same_configs_and_texts() {
+        let device = DeviceFacts::assumed(Arch(90));
+        for (heads_per_group, ngroups) in [(24, 1), (80, 1), (16, 8), (5, 3), (33, 2)] {
+            for kind in [
+                "b=256,p=64,n=128,bias=1,softplus=1",
+                "b=1,p=80,n=256,slots=4,z=1",
+                "b=5,p=33,n=20,t=3,state=bf16",
+            ] {
+                let nheads = heads_per_group * ngroups;
+                let shape = format!("{kind},h={nheads},g={ngroups}");
+                let problem: StepProblem = shape.parse().unwrap();
+                let twin = of_step(&problem);
+                assert!(twin.nheads <= 3 * 23 && twin.nheads <= nheads, "{twin}");
+                let configs = rules::legal_step_configs(&problem, &device);
+                assert_eq!(rules::legal_step_configs(&twin, &device), configs);
+                for config in configs {
+                    let text = |p: &StepProblem| render_step(&config, p, &device).source;
+                    assert_eq!(text(&problem), text(&twin), "{problem}: {config}");
+                }
             }
         }
     }

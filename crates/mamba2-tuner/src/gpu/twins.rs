@@ -291,7 +291,7 @@ mod tests {
             .collect();
         heads.sort_unstable();
         heads.dedup();
-        // 16 different numbers of heads make these.
+        // 14 numbers of heads make these.
         assert_eq!(heads, [3, 4, 6, 8, 10, 12, 20]);
         let bytes: u64 = all.iter().map(Target::tensor_bytes).sum();
         assert!(bytes <= KEPT_BYTES, "{bytes}");
