@@ -13,7 +13,7 @@ struct Strides {
 // A number known to the host, to divide by without a division.
 struct Divisor {
   unsigned value;
-  unsigned multiplier;  // 2^shift / value rounded up; 31 < shift < 63
+  unsigned multiplier;  // 2^shift / value rounded up; shift is 31 + ceil(log2(value)), below 2^31: 31 for 1, at most 62
   unsigned shift;
   // n / value, n below 2^31.
   __device__ __forceinline__ unsigned divide(unsigned n) const { return static_cast<unsigned>(static_cast<unsigned long long>(n) * multiplier >> shift); }
@@ -50,7 +50,8 @@ struct ForwardArgs {
   float* dt_out;               // workspace, see launch.rs
   float* da_cumsum;            // workspace
   float* state_weight;         // workspace
-  void* states;                // workspace, [slots, nheads, headdim, STATES_ROW], X_DTYPE
+  void* states;                // workspace: [slots, nheads, headdim, STATES_ROW], X_DTYPE; of segments [slots, nheads, STATE_ELEMS], float32
+                               // in the order of common/sm90_chunk.cuh
   unsigned long long* flags;   // workspace, [slots, nheads], see FLAG_READERS
   unsigned long long call;     // another number for each call, its lowest 16 bits zero
   Strides x_strides;
@@ -74,31 +75,32 @@ struct RowStrides {
 };
 
 // All that a step of one token reads, but for the limits of dt, is in the first 240 bytes, what the first loads wait for in the first
-// 48: parameters begin at byte 0x210, and constants that are not cached come 256 bytes at a time, then 64.
+// 48: parameters begin at byte 0x210, and constants that are not cached come 256 bytes at a time, then 64. Innermost axes are contiguous:
+// heads of dt and of a D of rank 1, and the indices, have no stride.
 struct StepArgs {
   void* state;                     // [slots, nheads, headdim, dstate], STATE_DTYPE, updated in place
   int64 state_strides[3];          // slot, head, headdim
   const int* state_batch_indices;  // [batch], or null; a negative index skips the row
-  int batch;
+  int slots;
   int aligned;                     // rows of state, B and C start on vectors: see StepProblem::vector_bytes
   const void* dt;                  // [batch, tokens, nheads], DT_DTYPE
   const float* A;                  // [nheads]
   const float* dt_bias;            // [nheads], or null
+  int64 dt_row_stride;
   const void* x;                   // [batch, tokens, nheads, headdim], X_DTYPE
   const void* B;                   // [batch, tokens, ngroups, dstate], X_DTYPE
   const void* C;                   // as B
   const float* D;                  // [nheads] or [nheads, headdim], or null
   const void* z;                   // as x, or null
   void* out;                       // as x
-  RowStrides dt_strides;
   RowStrides x_strides;
   RowStrides b_strides;
   RowStrides c_strides;
   RowStrides z_strides;
   RowStrides out_strides;
-  int64 d_head_stride;
-  int64 indices_stride;
-  int slots;
+  int64 d_head_stride;             // of a D of rank 2
+  Divisor heads_per_group;
+  int batch;
   int tokens;
   int64 dt_token_stride;
   int64 x_token_stride;

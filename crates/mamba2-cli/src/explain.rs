@@ -149,7 +149,10 @@ fn to_text(
         let _ = writeln!(
             text,
             "  {:<16} {} blocks of {} threads, {} bytes of shared memory",
-            "", launch.grid, launch.threads, launch.smem_bytes
+            "",
+            launch.blocks(),
+            launch.threads,
+            launch.smem_bytes
         );
     }
     let _ = writeln!(text, "workspace   {} bytes", launch.workspace.total_bytes);
@@ -226,7 +229,7 @@ fn to_json(
         "stale": answer.stale,
         "config": answer.config,
         "launches": launch.launches.iter().map(|l| json!({
-            "kernel": l.kernel, "grid": l.grid, "threads": l.threads, "shared_memory_bytes": l.smem_bytes,
+            "kernel": l.kernel, "grid": l.blocks(), "threads": l.threads, "shared_memory_bytes": l.smem_bytes,
         })).collect::<Value>(),
         "workspace_bytes": launch.workspace.total_bytes,
         "least_bytes": limit.bytes,

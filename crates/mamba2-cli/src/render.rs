@@ -36,7 +36,7 @@ pub fn run(args: &RenderArgs) -> Result<(), CliError> {
     }
     out(&format!(
         "// {} blocks of {} threads, {} bytes of shared memory\n{}",
-        rendered.launch.grid,
+        rendered.launch.blocks(),
         rendered.launch.threads,
         rendered.launch.smem_bytes,
         rendered.full_text()

@@ -201,7 +201,7 @@ impl Jit {
         let digest = state
             .source_digests
             .entry((source.source_name, source.source))
-            .or_insert_with(|| KernelIdentity::source_digest_of(source));
+            .or_insert_with(|| source.template_digest());
         KernelIdentity::with_digest(source, digest.clone(), arch, self.options)
     }
 

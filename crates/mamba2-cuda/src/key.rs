@@ -13,7 +13,7 @@ use crate::{CompileOptions, NvrtcVersion};
 pub struct KernelIdentity {
     /// Name of the kernel.
     pub kernel: String,
-    /// SHA-256 over the entry template and every shared header, names and texts.
+    /// SHA-256 over the entry template and every shared header, names and code without comments.
     pub source_digest: String,
     /// Text of the generated header: sizes, dtypes, options, tuned parameters, launch.
     pub config: String,
@@ -36,25 +36,10 @@ pub struct KernelKey {
 impl KernelIdentity {
     /// Identity of a kernel for `arch`.
     pub fn of(source: &Source, arch: Arch, options: CompileOptions) -> KernelIdentity {
-        let digest = KernelIdentity::source_digest_of(source);
-        KernelIdentity::with_digest(source, digest, arch, options)
+        KernelIdentity::with_digest(source, source.template_digest(), arch, options)
     }
 
-    /// The digest over a kernel's template and every shared header. The same for all its configs.
-    pub(crate) fn source_digest_of(source: &Source) -> String {
-        let mut hash = Sha256::new();
-        let entry = (source.source_name, source.source);
-        for (name, text) in mamba2_kernels::HEADERS.iter().chain([&entry]) {
-            // Lengths first, so that no two lists of texts give the same stream.
-            for part in [name, text] {
-                hash.update((part.len() as u64).to_le_bytes());
-                hash.update(part);
-            }
-        }
-        hex(&hash.finalize())
-    }
-
-    /// As [`KernelIdentity::of`], by whoever has the [`KernelIdentity::source_digest_of`] the source.
+    /// As [`KernelIdentity::of`], by whoever has the [`Source::template_digest`].
     pub(crate) fn with_digest(
         source: &Source,
         source_digest: String,
@@ -178,6 +163,32 @@ mod tests {
             "b=1,l=300,h=16,p=64,g=2,n=128",
         ] {
             assert_eq!(digests(&same.parse().expect("shape")), seen[0], "{same}");
+        }
+    }
+
+    #[test]
+    fn decode_steps_of_all_head_and_row_counts_share_cubins() {
+        let device = DeviceFacts::assumed(Arch(90));
+        let digest = |shape: &str| {
+            let problem: mamba2_spec::StepProblem = shape.parse().expect("shape");
+            let config = mamba2_spec::parameters::StateUpdate::default();
+            let rendered = mamba2_kernels::render_step(&config, &problem, &device);
+            KernelIdentity::of(&rendered, device.arch, CompileOptions::default()).digest()
+        };
+        let first = digest("b=64,h=80,p=64,g=1,n=128");
+        for same in [
+            "b=1,h=3,p=64,g=3,n=128",
+            "b=65535,h=128,p=64,g=8,n=128",
+            "b=7,h=1,p=64,g=1,n=128",
+        ] {
+            assert_eq!(digest(same), first, "{same}");
+        }
+        for other in [
+            "b=64,h=80,p=64,g=1,n=64",
+            "b=64,h=80,p=64,g=1,n=128,slots=99",
+            "b=65536,h=80,p=64,g=1,n=128",
+        ] {
+            assert_ne!(digest(other), first, "{other}");
         }
     }
 

@@ -15,6 +15,8 @@ const SHARED_MEMORY_WITHOUT_OPTIN_BYTES: usize = 48 * 1024;
 pub(crate) struct Grid {
     /// Blocks along x; nothing is launched if 0.
     pub blocks: u32,
+    /// Blocks along y.
+    pub blocks_y: u32,
     /// Threads of a block.
     pub threads: u32,
     /// Dynamic shared memory of a block.
@@ -36,6 +38,7 @@ impl From<&KernelLaunch> for Grid {
     fn from(launch: &KernelLaunch) -> Grid {
         Grid {
             blocks: launch.grid,
+            blocks_y: launch.grid_y,
             threads: launch.threads,
             smem_bytes: launch.smem_bytes,
         }
@@ -189,7 +192,7 @@ impl Module {
         };
         let config = sys::CUlaunchConfig {
             gridDimX: grid.blocks,
-            gridDimY: 1,
+            gridDimY: grid.blocks_y,
             gridDimZ: 1,
             blockDimX: grid.threads,
             blockDimY: 1,

@@ -34,6 +34,7 @@ fn compare_blocks(units: usize) -> u32 {
 fn grid(blocks: u32) -> Grid {
     Grid {
         blocks,
+        blocks_y: 1,
         threads: Tool::THREADS,
         smem_bytes: 0,
     }

@@ -1,7 +1,7 @@
 // One kernel, compiled with its config: reads a job (names and numbers) and a memory image, runs the grid, writes the image back.
 //   kernel JOB IMAGE
-// Lines of JOB: a field of ForwardArgs or StepArgs and its values; pointers are offsets into the image plus one, 0 is null. Also: grid,
-// cluster, x_columns (of a box of x), axes (batch, seqlen or tokens, nheads, headdim, ngroups, dstate). A tool's arguments are 64-bit
+// Lines of JOB: a field of ForwardArgs or StepArgs and its values; pointers are offsets into the image plus one, 0 is null. Also: grid
+// (x and y), cluster, x_columns (of a box of x), axes (batch, seqlen or tokens, nheads, headdim, ngroups, dstate). A tool's arguments are 64-bit
 // words, the pointers first: words, and pointers (how many).
 #include "cuda.h"
 
@@ -101,7 +101,8 @@ void fill(ForwardArgs& a) {
 void fill(StepArgs& a) {
   fill_common(a);
   strides(a.x_strides, a.x_token_stride, "x_strides");
-  strides(a.dt_strides, a.dt_token_stride, "dt_strides");
+  a.dt_row_stride = static_cast<int64>(number("dt_strides", 0));
+  a.dt_token_stride = static_cast<int64>(number("dt_strides", 1));
   strides(a.b_strides, a.b_token_stride, "b_strides");
   strides(a.c_strides, a.c_token_stride, "b_strides");
   strides(a.z_strides, a.z_token_stride, "x_strides");
@@ -111,7 +112,7 @@ void fill(StepArgs& a) {
   pointer(a.state, "state");
   pointer(a.state_batch_indices, "state_batch_indices");
   three(a.state_strides, "state_strides");
-  a.indices_stride = 1;
+  divisor(a.heads_per_group, "heads_per_group");
   a.tokens = static_cast<int>(number("axes", 1));
   a.slots = static_cast<int>(number("slots"));
 }
@@ -176,11 +177,13 @@ int main(int, char** arguments) {
 #else
   const auto kernel = [&] { KERNEL(args); };
 #endif
-  const auto grid = static_cast<unsigned>(number("grid")), cluster = static_cast<unsigned>(number("cluster"));
-  emulator::grid = {grid, 1, 1};
-  for (unsigned block = 0; block < grid; block += cluster) {
-    emulator::first_block = {block, 0, 0};
-    emulator::run_cluster(THREADS, static_cast<int>(cluster), kernel);
+  const auto cluster = static_cast<unsigned>(number("cluster"));
+  emulator::grid = {static_cast<unsigned>(number("grid", 0)), static_cast<unsigned>(number("grid", 1)), 1};
+  for (unsigned y = 0; y < emulator::grid.y; ++y) {
+    for (unsigned x = 0; x < emulator::grid.x; x += cluster) {
+      emulator::first_block = {x, y, 0};
+      emulator::run_cluster(THREADS, static_cast<int>(cluster), kernel);
+    }
   }
   std::ofstream out(arguments[2], std::ios::binary);
   out.write(reinterpret_cast<const char*>(memory), static_cast<std::streamsize>(image.size()));

@@ -38,7 +38,7 @@ extern long events;            // whatever may let a waiting thread go on
 extern unsigned char* shared;  // of all blocks of the cluster
 
 inline Thread& current() { return threads[running]; }
-inline Index block_index() { return {first_block.x + static_cast<unsigned>(current().block), 0, 0}; }
+inline Index block_index() { return {first_block.x + static_cast<unsigned>(current().block), first_block.y, 0}; }
 inline unsigned char* shared_of(int block) { return shared + static_cast<std::size_t>(block) * SHARED_BYTES; }
 inline unsigned char* own_shared() { return shared_of(current().block); }
 

@@ -81,9 +81,9 @@ impl Job {
         self.set(name, [d.value, d.multiplier, d.shift]);
     }
 
-    /// Blocks without clusters, and their work.
-    pub fn launch(&mut self, blocks: u32, work_items: u64) {
-        self.set("grid", [blocks]);
+    /// Blocks along x and y, without clusters, and their work.
+    pub fn launch(&mut self, blocks: [u32; 2], work_items: u64) {
+        self.set("grid", blocks);
         self.set("cluster", [1]);
         self.set("work_items", [work_items]);
     }

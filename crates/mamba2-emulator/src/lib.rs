@@ -156,7 +156,7 @@ impl Emulator {
                 KernelConfig::Sm90SplitFusedForward(_) => launch::dstate_slices(problem) as u32,
                 _ => 1,
             };
-            job.launch(launch.grid, launch.work_items);
+            job.launch([launch.grid, launch.grid_y], launch.work_items);
             job.divisor("blocks_per_group", launch.blocks_per_group);
             job.set("cluster", [cluster]);
             job.set(
@@ -207,7 +207,7 @@ impl Emulator {
         let p = problem;
         let mut rendered = render_step(config, p, device);
         if let Some(rows) = rows {
-            rendered.launch.grid = rendered.launch.grid / p.batch as u32 * rows as u32;
+            rendered.launch.grid_y = rows as u32;
             let header = &mut rendered.source.config_header;
             *header = header.replace("EVERY_ROW = 1", "EVERY_ROW = 0");
         }
@@ -233,7 +233,12 @@ impl Emulator {
             inputs.d.as_ref(),
             p.dt_limit,
         );
-        job.launch(rendered.launch.grid, rendered.launch.work_items);
+        job.divisor(
+            "heads_per_group",
+            launch::Divisor::new(p.heads_per_group() as u32),
+        );
+        let launch = rendered.launch;
+        job.launch([launch.grid, launch.grid_y], launch.work_items);
         program
             .run(&job, &mut image, Timing::Early)
             .map_err(|e| format!("{config}: {e}"))?;
@@ -266,7 +271,7 @@ impl Emulator {
         let mut job = Job::default();
         job.set_all("words", addresses.chain(words.iter().copied()));
         job.set("pointers", [buffers.len()]);
-        job.launch(blocks, 0);
+        job.launch([blocks, 1], 0);
         program.run(&job, &mut image, Timing::Early)?;
         let read = |(at, buffer): (&usize, &Option<&[u8]>)| {
             buffer.map_or_else(Vec::new, |b| image.bytes(at - 1, b.len()).to_vec())

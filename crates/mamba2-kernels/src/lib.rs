@@ -2,7 +2,7 @@
 //!
 //! A kernel is one entry file of `kernel-templates/`, the shared headers, and one generated header,
 //! [`CONFIG_HEADER`], that defines every constant by name. Nothing else is ever included, so [`Rendered::template_digest`] covers
-//! all the text that NVRTC sees. Runs on a laptop: no CUDA here.
+//! all the code that NVRTC sees; comments are not part of it ([`code_of`]). Runs on a laptop: no CUDA here.
 //!
 //! ```
 //! use mamba2_kernels::render;
@@ -15,7 +15,10 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod code;
+
 use std::fmt::Write;
+use std::sync::LazyLock;
 
 use mamba2_spec::launch::{
     KernelLaunch, SEGMENTS_WITHOUT_SCAN, kernel_launch, segment_state_elems, states_row_elems,
@@ -27,6 +30,8 @@ use mamba2_spec::{
     StepProblem,
 };
 use sha2::{Digest, Sha256};
+
+pub use code::code_of;
 
 /// Name under which templates include the generated header.
 pub const CONFIG_HEADER: &str = "mamba2_config.cuh";
@@ -125,13 +130,19 @@ impl std::ops::Deref for Rendered {
 }
 
 impl Rendered {
-    /// SHA-256 in hex over the entry template and every shared header (not the config): the version of the template.
+    /// [`Source::template_digest`]: the version of the template.
     pub fn template_digest(&self) -> String {
-        template_digest(self.kernel)
+        self.source.template_digest()
     }
 }
 
 impl Source {
+    /// SHA-256 in hex over the code ([`code_of`]) of the entry template and of every shared header, and their names. The same for all
+    /// configs, and whatever the comments say.
+    pub fn template_digest(&self) -> String {
+        digest_of((self.source_name, self.source))
+    }
+
     /// Every header NVRTC may need: the shared ones and the generated one.
     pub fn headers(&self) -> Vec<(&str, &str)> {
         let mut headers: Vec<(&str, &str)> = HEADERS.to_vec();
@@ -201,16 +212,31 @@ impl Tool {
     }
 }
 
-/// SHA-256 in hex over the template of `kernel` and every shared header.
+/// [`Source::template_digest`] of a kernel.
 pub fn template_digest(kernel: Kernel) -> String {
-    let (name, source) = entry_file(kernel);
+    digest_of(entry_file(kernel))
+}
+
+/// The digest over the headers, to go on from: they are most of the text, and an engine asks for the digest of every kernel.
+static OF_HEADERS: LazyLock<Sha256> = LazyLock::new(|| {
     let mut hash = Sha256::new();
-    for (name, text) in HEADERS.iter().chain([&(name, source)]) {
-        hash.update((name.len() as u64).to_le_bytes());
-        hash.update(name);
-        hash.update((text.len() as u64).to_le_bytes());
-        hash.update(text);
+    for file in HEADERS {
+        add_file(&mut hash, *file);
     }
+    hash
+});
+
+fn add_file(hash: &mut Sha256, (name, text): (&str, &str)) {
+    // Lengths first, so that no two lists of texts give the same stream.
+    for part in [name, &code_of(text)] {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+}
+
+fn digest_of(entry: (&str, &str)) -> String {
+    let mut hash = OF_HEADERS.clone();
+    add_file(&mut hash, entry);
     hash.finalize().iter().fold(String::new(), |mut s, b| {
         let _ = write!(s, "{b:02x}");
         s
@@ -394,12 +420,6 @@ pub fn render_step(config: &StateUpdate, problem: &StepProblem, device: &DeviceF
         dt_limit: problem.dt_limit,
     }
     .write(&mut header);
-    header.constant("NHEADS", problem.nheads as i64, "heads");
-    header.constant(
-        "HEADS_PER_GROUP",
-        (problem.nheads / problem.ngroups.max(1)) as i64,
-        "heads that share B and C",
-    );
     header.constant(
         "STATE_DTYPE",
         dtype_code(Some(problem.state_dtype)),
@@ -417,7 +437,7 @@ pub fn render_step(config: &StateUpdate, problem: &StepProblem, device: &DeviceF
     );
     header.constant(
         "EVERY_ROW",
-        (u64::from(launch.grid) == launch.work_items).into(),
+        (launch.blocks() == launch.work_items).into(),
         "the grid has blocks for every row",
     );
     header.parameters(&KernelConfig::StateUpdate(*config));
@@ -443,7 +463,27 @@ fn rendered(kernel: Kernel, header: Header, launch: KernelLaunch) -> Rendered {
 mod tests {
     use mamba2_spec::{Arch, DeviceFacts, Problem};
 
-    use super::entry_file;
+    use super::{HEADERS, code_of, digest_of, entry_file, template_digest};
+
+    #[test]
+    fn a_digest_is_of_the_code_and_of_every_token_of_it() {
+        for kernel in mamba2_spec::Kernel::ALL {
+            let (name, text) = entry_file(kernel);
+            let digest = template_digest(kernel);
+            let commented = text.replace(";\n", "; // a remark\n\n  /* and */\n");
+            assert_ne!(commented, text);
+            assert_eq!(digest_of((name, &commented)), digest, "{name}");
+            assert_eq!(digest_of((name, &code_of(text))), digest, "{name}");
+            let changed = code_of(text).replacen('=', "+=", 1);
+            assert_ne!(digest_of((name, &changed)), digest, "{name}");
+        }
+        for (name, text) in HEADERS {
+            let code = code_of(text);
+            assert_eq!(code_of(&code), code, "{name}");
+            assert!(!code.contains("//"), "{name}");
+            assert!(code.starts_with("#pragma once\n"), "{name}");
+        }
+    }
 
     /// Launches overlap: one that reads what another writes has to wait for it.
     #[test]

@@ -1,5 +1,6 @@
 use half::{bf16, f16};
 use mamba2_spec::Dtype;
+use rayon::prelude::*;
 
 /// Elements of one tensor in the dtype they are stored in.
 #[derive(Clone, Debug, PartialEq)]
@@ -74,13 +75,14 @@ impl Values {
         }
     }
 
-    /// Every element's bytes, little-endian, as safetensors files and devices hold them.
+    /// Every element's bytes, little-endian, as safetensors files and devices hold them. Made in parallel: a state cache may have
+    /// gigabytes.
     pub fn to_le_bytes(&self) -> Vec<u8> {
         match self {
-            Values::Bf16(v) => v.iter().flat_map(|v| v.to_le_bytes()).collect(),
-            Values::F16(v) => v.iter().flat_map(|v| v.to_le_bytes()).collect(),
-            Values::F32(v) => v.iter().flat_map(|v| v.to_le_bytes()).collect(),
-            Values::I32(v) => v.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            Values::Bf16(v) => bytes_of(v, |v| v.to_le_bytes()),
+            Values::F16(v) => bytes_of(v, |v| v.to_le_bytes()),
+            Values::F32(v) => bytes_of(v, |v| v.to_le_bytes()),
+            Values::I32(v) => bytes_of(v, |v| v.to_le_bytes()),
         }
     }
 
@@ -95,5 +97,37 @@ impl Values {
             Values::F32(v) => v[range].fill(f32::NAN),
             Values::I32(_) => panic!("integers have no NaN"),
         }
+    }
+}
+
+fn bytes_of<T: Sync, const N: usize>(
+    values: &[T],
+    bytes: impl Fn(&T) -> [u8; N] + Sync,
+) -> Vec<u8> {
+    const PIECE: usize = 1 << 14;
+    let mut all = vec![0; values.len() * N];
+    all.par_chunks_mut(PIECE * N)
+        .zip(values.par_chunks(PIECE))
+        .for_each(|(to, from)| {
+            for (to, from) in to.chunks_exact_mut(N).zip(from) {
+                to.copy_from_slice(&bytes(from));
+            }
+        });
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_little_endian_and_in_order_whatever_the_number_of_elements() {
+        for elems in [0, 1, (1 << 14) + 3] {
+            let numbers: Vec<f32> = (0..elems).map(|i| i as f32 / 7.0).collect();
+            let one_by_one: Vec<u8> = numbers.iter().flat_map(|v| v.to_le_bytes()).collect();
+            assert_eq!(Values::F32(numbers).to_le_bytes(), one_by_one);
+        }
+        let halves = Values::Bf16(vec![bf16::from_bits(0x1234), bf16::from_bits(0x5678)]);
+        assert_eq!(halves.to_le_bytes(), [0x34, 0x12, 0x78, 0x56]);
     }
 }

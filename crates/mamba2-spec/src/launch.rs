@@ -9,8 +9,10 @@ use crate::{DeviceFacts, Dtype, Kernel, KernelConfig, Problem, StepProblem, Stra
 pub const TILE_TOKENS: usize = 64;
 /// Elements that each shared-memory row is longer than its data, so that rows start in different banks.
 pub const ROW_PAD_ELEMS: usize = 8;
-/// Grids are one-dimensional; blocks loop over work beyond this.
+/// Blocks loop over work beyond this. Grids are one-dimensional, but for that of the decode step.
 pub const MAX_GRID_X: u64 = (1 << 31) - 1;
+/// The same along y.
+pub const MAX_GRID_Y: u32 = (1 << 16) - 1;
 /// Regions of the workspace start at multiples of this.
 pub const WORKSPACE_ALIGN_BYTES: usize = 256;
 
@@ -46,6 +48,8 @@ pub struct KernelLaunch {
     pub kernel: Kernel,
     /// Blocks along x. 0 means there is nothing to do and nothing is launched.
     pub grid: u32,
+    /// Blocks along y.
+    pub grid_y: u32,
     /// Threads per block.
     pub threads: u32,
     /// Dynamic shared memory of a block, in bytes.
@@ -54,6 +58,13 @@ pub struct KernelLaunch {
     pub work_items: u64,
     /// Blocks that share the B and C of a group in one segment; 1 for kernels that do not count them.
     pub blocks_per_group: Divisor,
+}
+
+impl KernelLaunch {
+    /// Blocks of the whole grid.
+    pub fn blocks(&self) -> u64 {
+        u64::from(self.grid) * u64::from(self.grid_y)
+    }
 }
 
 /// A piece of the workspace.
@@ -441,12 +452,15 @@ pub fn kernel_launch(
     }
 }
 
-/// Launch of the decode step: a block for each tile of each row, or, if a grid cannot have as many, for those of fewer rows.
+/// Launch of the decode step: a block for each tile (x) of each row (y), or, if a grid cannot have as many, for those of fewer rows.
 pub fn step_launch(c: &StateUpdate, problem: &StepProblem, _device: &DeviceFacts) -> KernelLaunch {
     let tiles = (problem.nheads * problem.headdim.div_ceil(c.block_head as usize)) as u64;
     let rows = problem.batch as u64;
-    let blocks = tiles * rows.min(MAX_GRID_X / tiles.max(1));
-    launch(Kernel::StateUpdate, tiles * rows, blocks, 32 * c.warps, 0)
+    let blocks = if rows == 0 { 0 } else { tiles };
+    KernelLaunch {
+        grid_y: rows.clamp(1, MAX_GRID_Y.into()) as u32,
+        ..launch(Kernel::StateUpdate, tiles * rows, blocks, 32 * c.warps, 0)
+    }
 }
 
 fn launch(
@@ -459,6 +473,7 @@ fn launch(
     KernelLaunch {
         kernel,
         grid: blocks.min(MAX_GRID_X) as u32,
+        grid_y: 1,
         threads,
         smem_bytes,
         work_items,

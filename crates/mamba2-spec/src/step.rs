@@ -99,6 +99,11 @@ impl StepProblem {
         }
     }
 
+    /// Heads that share one B and C. Call after [`StepProblem::check`].
+    pub fn heads_per_group(&self) -> usize {
+        self.nheads / self.ngroups.max(1)
+    }
+
     /// Checks every size and option.
     ///
     /// # Errors

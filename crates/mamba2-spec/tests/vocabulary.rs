@@ -302,6 +302,24 @@ fn no_grid_overflows_and_nothing_is_launched_for_nothing() {
     }
 }
 
+#[test]
+fn a_step_has_a_block_for_every_tile_of_as_many_rows_as_a_grid_can_have() {
+    let device = DeviceFacts::assumed(Arch(90));
+    for (shape, grid) in [
+        ("b=3,h=80,p=64,g=1,n=128", [320, 3]),
+        ("b=65535,h=1,p=64,g=1,n=16", [4, 65535]),
+        ("b=65536,h=1,p=64,g=1,n=16", [4, 65535]),
+        ("b=0,h=8,p=64,g=1,n=16", [0, 1]),
+        ("b=1,h=1048576,p=256,g=1,n=1", [1 << 24, 1]),
+    ] {
+        let problem: StepProblem = shape.parse().unwrap();
+        let config = default_step(&problem, &device).unwrap();
+        let l = launch::step_launch(&config, &problem, &device);
+        assert_eq!([l.grid, l.grid_y], grid, "{shape}: {config}");
+        assert_eq!(l.blocks() == l.work_items, problem.batch < 65536, "{shape}");
+    }
+}
+
 fn metas(problem: &Problem) -> (ForwardInputs<TensorMeta>, ForwardOutputs<TensorMeta>) {
     let p = problem;
     let t = |dtype: Dtype, shape: &[usize]| TensorMeta::contiguous(Some(dtype), shape);

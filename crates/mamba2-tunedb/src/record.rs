@@ -19,7 +19,7 @@ pub struct Provenance {
     pub driver: String,
     /// Version of NVRTC, as in `13.0`.
     pub nvrtc: String,
-    /// Digest of the kernel templates that the config uses.
+    /// Digest of the kernel templates that the config uses, without their comments.
     pub template_digest: String,
 }
 

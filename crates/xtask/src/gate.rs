@@ -51,7 +51,6 @@ const STEP: &[Factor] = &[
     ("limit", &["0:inf", "0.001:0.1"]),
     ("indices", &["0", "1"]),
     ("t", &["1", "4"]),
-    ("hpg", &["80", "1", "16"]),
     ("p", &["64", "80", "48", "128", "33"]),
     ("n", &["128", "16", "64", "256", "512", "20"]),
 ];
@@ -141,7 +140,7 @@ fn step_problem(options: &BTreeMap<&str, &str>) -> Result<StepProblem, SpecError
     let groups = 2;
     let mut step = StepProblem::new(
         5,
-        groups * number(options["hpg"]),
+        4 * groups,
         number(options["p"]),
         groups,
         number(options["n"]),

@@ -34,6 +34,7 @@ pub fn tiny(source: &'static str, smem_bytes: usize) -> Rendered {
         launch: KernelLaunch {
             kernel: Kernel::ChunkCumsum,
             grid: 1,
+            grid_y: 1,
             threads: 128,
             smem_bytes,
             work_items: 1,

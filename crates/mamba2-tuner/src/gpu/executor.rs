@@ -114,13 +114,33 @@ impl GpuExecutor {
         }
     }
 
-    /// Inputs and oracles of a shape and its twins.
-    fn make(&self, prepared: &mut Prepared, target: &Target) -> Result<(), CudaError> {
-        prepared.twins.make(&self.device, &self.jit, target)?;
-        if prepared.real.is_none() {
-            prepared.real = Some(self.make_real(target)?);
+    /// Makes the twins that candidates are to be verified on: those whose whole config is known to be right there need none.
+    fn make_twins(
+        &self,
+        prepared: &mut Prepared,
+        target: &Target,
+        candidates: &[Candidate],
+    ) -> Result<(), TunerError> {
+        let wholes: Vec<Candidate> = candidates.iter().map(whole).collect();
+        self.with_room(prepared, target, |prepared| {
+            let twins = &mut prepared.twins;
+            twins.make(&self.device, &self.jit, target, &wholes)
+        })
+    }
+
+    /// Makes something for a shape. What was kept of earlier shapes must not be in its way.
+    fn with_room(
+        &self,
+        prepared: &mut Prepared,
+        target: &Target,
+        make: impl Fn(&mut Prepared) -> Result<(), CudaError>,
+    ) -> Result<(), TunerError> {
+        let mut made = make(prepared);
+        if made.as_ref().is_err_and(CudaError::is_out_of_memory) {
+            prepared.twins.release();
+            made = make(prepared);
         }
-        Ok(())
+        made.map_err(|e| self.unfit(target, &e))
     }
 
     fn unfit(&self, target: &Target, error: &CudaError) -> TunerError {
@@ -247,7 +267,7 @@ impl GpuExecutor {
         }
         let (twins, known) = (&prepared.twins, &prepared.loaded);
         let load = |whole: Candidate| {
-            let twin = twin_of(target, &whole).filter(|twin| !twins.is_right(twin, &whole));
+            let twin = twin_of(target, &whole).filter(|twin| twins.found(twin, &whole).is_none());
             // One after the other: the second finds the modules of the first.
             let places = [(false, Some(target.clone())), (true, twin)];
             places.into_iter().filter_map(move |(is_twin, problem)| {
@@ -280,12 +300,11 @@ impl GpuExecutor {
             ..
         } = prepared;
         let whole = whole(candidate);
-        let twin = twin_of(target, candidate)
-            .and_then(|problem| twins.get(&problem))
-            .ok_or_else(mismatch)?;
-        if let Some(verified) = twin.right.get(&whole) {
-            return Ok(*verified);
+        let problem = twin_of(target, candidate).ok_or_else(mismatch)?;
+        if let Some(verified) = twins.found(&problem, &whole) {
+            return Ok(verified);
         }
+        let twin = twins.get(&problem).ok_or_else(mismatch)?;
         let loaded = self.load(kept, true, &twin.problem, candidate)?;
         let run = match (&twin.trial, &*loaded) {
             (Trial::Forward(trial), Loaded::Forward(loaded)) => {
@@ -297,7 +316,7 @@ impl GpuExecutor {
             _ => return Err(mismatch()),
         };
         let verified = twin.oracle.check(&run)?;
-        twin.right.insert(whole, verified);
+        twins.note(&problem, whole, verified);
         Ok(verified)
     }
 
@@ -538,6 +557,7 @@ impl Executor for GpuExecutor {
             .prepared
             .lock()
             .expect("no holder of this lock should panic");
+        self.make_twins(&mut prepared, target, candidates)?;
         self.load_ahead(&mut prepared, target, candidates);
         Ok(())
     }
@@ -551,13 +571,10 @@ impl Executor for GpuExecutor {
         if prepared.real.is_some() {
             return Ok(());
         }
-        let mut made = self.make(&mut prepared, target);
-        if made.as_ref().is_err_and(CudaError::is_out_of_memory) {
-            // What was kept of earlier shapes must not be in the way of this one.
-            prepared.twins = Twins::default();
-            made = self.make(&mut prepared, target);
-        }
-        made.map_err(|e| self.unfit(target, &e))
+        self.with_room(&mut prepared, target, |prepared| {
+            prepared.real = Some(self.make_real(target)?);
+            Ok(())
+        })
     }
 
     fn verify(
@@ -572,7 +589,10 @@ impl Executor for GpuExecutor {
             .lock()
             .expect("no holder of this lock should panic");
         let verified = match check {
-            Check::Twin => self.verify_twin(&mut prepared, target, candidate),
+            Check::Twin => {
+                self.make_twins(&mut prepared, target, std::slice::from_ref(candidate))?;
+                self.verify_twin(&mut prepared, target, candidate)
+            }
             Check::RealShape { against } => {
                 self.verify_real(&mut prepared, target, candidate, &against)
             }

@@ -69,21 +69,18 @@ impl Output {
         dense: Option<&[u8]>,
     ) -> Result<Output, CudaError> {
         let offset_bytes = GUARD_BYTES + lead_elems * elem_bytes(&meta);
-        let mut image = vec![CANARY; offset_bytes + span_bytes(&meta) + GUARD_BYTES];
-        match dense {
-            Some(dense) => scatter(&mut image, offset_bytes, &meta, dense),
-            None => for_each_run(&meta, |at, bytes| {
-                image[offset_bytes + at..offset_bytes + at + bytes].fill(POISON)
-            }),
-        }
-        let buffer = device.upload(&image)?;
+        let stream = device.stream()?;
+        let image = make_image(device, &stream, &meta, offset_bytes, dense)?;
+        let buffer = device.alloc(image.bytes())?;
+        buffer.copy_from(&stream, &image)?;
+        stream.synchronize()?;
         let view = DeviceTensor::new(&buffer, offset_bytes, meta)?;
         let dtype = meta.dtype.expect("outputs should be of float dtypes");
         Ok(Output {
             name,
             buffer,
-            image: device.upload(&image)?,
-            kept: device.alloc(image.len())?,
+            kept: device.alloc(image.bytes())?,
+            image,
             offset_bytes,
             view,
             meta,
@@ -188,6 +185,38 @@ impl Output {
         self.buffer.read(0, &mut now)?;
         Ok(gather(&now, self.offset_bytes, &self.meta))
     }
+}
+
+/// A view between guards, with its content or poison. What is contiguous is never assembled on the host: it may have gigabytes.
+fn make_image(
+    device: &Device,
+    stream: &Stream,
+    meta: &TensorMeta,
+    offset_bytes: usize,
+    dense: Option<&[u8]>,
+) -> Result<DeviceBuffer, CudaError> {
+    let bytes = offset_bytes + span_bytes(meta) + GUARD_BYTES;
+    if !meta.is_contiguous() {
+        let mut image = vec![CANARY; bytes];
+        match dense {
+            Some(dense) => scatter(&mut image, offset_bytes, meta, dense),
+            None => for_each_run(meta, |at, bytes| {
+                image[offset_bytes + at..offset_bytes + at + bytes].fill(POISON)
+            }),
+        }
+        return device.upload(&image);
+    }
+    let image = device.alloc(bytes)?;
+    image.fill(stream, CANARY)?;
+    match dense {
+        Some(dense) => {
+            // The copy is on another stream.
+            stream.synchronize()?;
+            image.write(offset_bytes, dense)?;
+        }
+        None => image.fill_part(stream, offset_bytes, span_bytes(meta), POISON)?,
+    }
+    Ok(image)
 }
 
 fn four(axes: &[usize]) -> [usize; 4] {

@@ -4,7 +4,6 @@ use std::collections::HashMap;
 
 use mamba2_cuda::{CudaError, Device, Jit};
 use mamba2_reference::{generate, generate_step};
-use mamba2_spec::{DeviceFacts, rules};
 use rayon::prelude::*;
 
 use super::place::Placement;
@@ -14,12 +13,17 @@ use crate::executor::Verified;
 use crate::{Candidate, Target};
 
 /// Twins of earlier shapes are kept while all of them take at most this much of the device: those of a sweep over lengths for a handful of
-/// models do, and no shape lacks it.
+/// models do, and no shape lacks it. What was found on those that go is kept.
 const KEPT_BYTES: u64 = 2 << 30;
 
-/// The small problems on which candidates are verified, of this shape and of earlier ones.
+/// The small problems on which candidates are verified, of this shape and of earlier ones, and what was found on them.
 #[derive(Default)]
-pub struct Twins(Vec<Twin>);
+pub struct Twins {
+    made: Vec<Twin>,
+    /// Whole configs that were right on a twin. Problem and config decide all that is compiled and launched, so another shape with the same
+    /// twin need not run them again, nor make the twin.
+    right: Vec<(Target, HashMap<Candidate, Verified>)>,
+}
 
 /// A small problem on the device.
 pub struct Twin {
@@ -29,9 +33,6 @@ pub struct Twin {
     pub trial: Trial,
     /// Its right answer.
     pub oracle: Oracle,
-    /// Whole configs that were right here. Problem and config decide all that is compiled and launched, so another shape with the same
-    /// twin need not run them again.
-    pub right: HashMap<Candidate, Verified>,
 }
 
 /// Inputs and outputs of either kind of problem.
@@ -53,24 +54,6 @@ pub fn twin_of(target: &Target, candidate: &Candidate) -> Option<Target> {
         (Target::Step(problem), Candidate::Step(_)) => Some(Target::Step(twin::of_step(problem))),
         _ => None,
     }
-}
-
-/// Every twin that the candidates of a shape need, each once.
-fn twins_of(target: &Target, device: &DeviceFacts) -> Vec<Target> {
-    let all = match target {
-        Target::Forward(problem) => rules::agreement_defaults(problem, device)
-            .iter()
-            .map(|config| Target::Forward(twin::of_forward(problem, config)))
-            .collect(),
-        Target::Step(problem) => vec![Target::Step(twin::of_step(problem))],
-    };
-    let mut once: Vec<Target> = Vec::new();
-    for twin in all {
-        if !once.contains(&twin) {
-            once.push(twin);
-        }
-    }
-    once
 }
 
 /// What a twin is made of, before anything of it is on the device.
@@ -126,16 +109,23 @@ fn staying(twins: &[Target], needed: &[Target], bytes: u64) -> Vec<bool> {
 }
 
 impl Twins {
-    /// Makes the twins of a shape that are not there yet.
+    /// Makes the twins that are to be run, those of them that are not there yet: the twins of whole configs of a shape that are not known
+    /// to be right.
     ///
     /// # Errors
     /// [`CudaError`], also for lack of memory.
-    pub fn make(&mut self, device: &Device, jit: &Jit, target: &Target) -> Result<(), CudaError> {
-        let needed = twins_of(target, device.facts());
+    pub fn make(
+        &mut self,
+        device: &Device,
+        jit: &Jit,
+        target: &Target,
+        wholes: &[Candidate],
+    ) -> Result<(), CudaError> {
+        let needed = self.to_run(target, wholes);
         self.make_room(&needed);
         let missing: Vec<Target> = needed
             .into_iter()
-            .filter(|problem| self.0.iter().all(|t| t.problem != *problem))
+            .filter(|problem| self.made.iter().all(|t| t.problem != *problem))
             .collect();
         let made: Vec<(Target, (Made, Oracle))> = missing
             .into_par_iter()
@@ -145,33 +135,61 @@ impl Twins {
             })
             .collect();
         for (problem, (made, oracle)) in made {
-            self.0.push(Twin {
+            self.made.push(Twin {
                 problem,
                 trial: made.trial(device, jit)?,
                 oracle,
-                right: HashMap::new(),
             });
         }
         Ok(())
     }
 
+    /// The twins of whole configs that are not known to be right on theirs, each once.
+    fn to_run(&self, target: &Target, wholes: &[Candidate]) -> Vec<Target> {
+        let mut once: Vec<Target> = Vec::new();
+        for whole in wholes {
+            match twin_of(target, whole) {
+                Some(twin) if self.found(&twin, whole).is_none() && !once.contains(&twin) => {
+                    once.push(twin);
+                }
+                _ => {}
+            }
+        }
+        once
+    }
+
     /// Lets the oldest go that are not needed, until the needed ones can be kept.
     fn make_room(&mut self, needed: &[Target]) {
-        let others: Vec<Target> = self.0.iter().map(|t| t.problem.clone()).collect();
+        let others: Vec<Target> = self.made.iter().map(|t| t.problem.clone()).collect();
         let stay = staying(&others, needed, KEPT_BYTES);
         let mut stays = stay.into_iter();
-        self.0.retain(|_| stays.next() == Some(true));
+        self.made.retain(|_| stays.next() == Some(true));
     }
 
-    /// The twin that is this problem.
-    pub fn get(&mut self, problem: &Target) -> Option<&mut Twin> {
-        self.0.iter_mut().find(|t| t.problem == *problem)
+    /// Gives the memory of all of them back. What was found stays.
+    pub fn release(&mut self) {
+        self.made.clear();
     }
 
-    /// True if a whole config is known to be right on a twin.
-    pub fn is_right(&self, problem: &Target, whole: &Candidate) -> bool {
-        let twin = self.0.iter().find(|t| t.problem == *problem);
-        twin.is_some_and(|t| t.right.contains_key(whole))
+    /// The twin that is this problem, if it is made.
+    pub fn get(&self, problem: &Target) -> Option<&Twin> {
+        self.made.iter().find(|t| t.problem == *problem)
+    }
+
+    /// What was found of a whole config that is known to be right on a twin.
+    pub fn found(&self, problem: &Target, whole: &Candidate) -> Option<Verified> {
+        let (_, right) = self.right.iter().find(|(twin, _)| twin == problem)?;
+        right.get(whole).copied()
+    }
+
+    /// Notes that a whole config is right on a twin.
+    pub fn note(&mut self, problem: &Target, whole: Candidate, verified: Verified) {
+        let known = self.right.iter().position(|(twin, _)| twin == problem);
+        let at = known.unwrap_or_else(|| {
+            self.right.push((problem.clone(), HashMap::new()));
+            self.right.len() - 1
+        });
+        self.right[at].1.insert(whole, verified);
     }
 }
 
@@ -180,10 +198,48 @@ mod tests {
     use super::*;
     use crate::space::Space;
     use mamba2_kernels::render;
-    use mamba2_spec::{Arch, Kernel, Problem};
+    use mamba2_spec::{Arch, DeviceFacts, Kernel, Problem, rules};
 
     fn forward(shape: &str) -> Problem {
         shape.parse().unwrap()
+    }
+
+    /// Every twin that the candidates of a shape need, each once.
+    fn twins_of(target: &Target, device: &DeviceFacts) -> Vec<Target> {
+        let wholes: Vec<Candidate> = match target {
+            Target::Forward(problem) => rules::agreement_defaults(problem, device)
+                .into_iter()
+                .map(Candidate::Strategy)
+                .collect(),
+            Target::Step(problem) => {
+                vec![Candidate::Step(
+                    rules::default_step(problem, device).unwrap(),
+                )]
+            }
+        };
+        Twins::default().to_run(target, &wholes)
+    }
+
+    #[test]
+    fn twins_on_which_all_is_known_to_be_right_are_not_made() {
+        let device = DeviceFacts::assumed(Arch(90));
+        let first = Target::Forward(forward(SWEEP[0]));
+        let same = Target::Forward(forward("b=3,l=9000,h=48,p=64,g=1,n=128"));
+        let wholes: Vec<Candidate> = rules::agreement_defaults(&forward(SWEEP[0]), &device)
+            .into_iter()
+            .map(Candidate::Strategy)
+            .collect();
+        let mut twins = Twins::default();
+        let all = twins.to_run(&first, &wholes);
+        assert_eq!(twins.to_run(&same, &wholes), all, "heads do not matter");
+        for whole in &wholes {
+            let twin = twin_of(&first, whole).unwrap();
+            assert_eq!(twins.found(&twin, whole), None);
+            twins.note(&twin, *whole, Verified::default());
+            twins.release();
+            assert_eq!(twins.found(&twin, whole), Some(Verified::default()));
+        }
+        assert!(twins.to_run(&same, &wholes).is_empty());
     }
 
     /// Shapes of a sweep over lengths and batches, all long enough for every strategy.
@@ -203,10 +259,42 @@ mod tests {
             // Which segments are offered depends on the length; the twin of one does not.
             let twins = of(shape);
             assert!(twins.len() > first.len() / 2, "{shape}");
-            assert!(twins.iter().all(|twin| first.contains(twin)), "{shape}");
+            let own = twins.iter().filter(|twin| !first.contains(twin)).count();
+            // A chain's twin has one sequence where the shape has one.
+            assert_eq!(own, usize::from(shape.starts_with("b=1,")), "{shape}");
         }
         let other = of("b=4,l=16384,h=8,p=64,g=1,n=64");
         assert!(other.iter().all(|twin| !first.contains(twin)));
+    }
+
+    #[test]
+    fn models_of_all_sizes_and_their_splits_share_their_twins() {
+        let device = DeviceFacts::assumed(Arch(90));
+        let mut all: Vec<Target> = Vec::new();
+        for model in [24, 32, 48, 64, 80] {
+            for ranks in [1, 2, 4, 8] {
+                let heads = model / ranks;
+                let shape = format!("b=1,l=4096,h={heads},p=64,g=1,n=128,bias=1,softplus=1");
+                for twin in twins_of(&Target::Forward(forward(&shape)), &device) {
+                    if !all.contains(&twin) {
+                        all.push(twin);
+                    }
+                }
+            }
+        }
+        let mut heads: Vec<usize> = all
+            .iter()
+            .filter_map(|twin| match twin {
+                Target::Forward(p) => Some(p.nheads),
+                Target::Step(_) => None,
+            })
+            .collect();
+        heads.sort_unstable();
+        heads.dedup();
+        // 14 numbers of heads make these.
+        assert_eq!(heads, [3, 4, 6, 8, 10, 12, 20]);
+        let bytes: u64 = all.iter().map(Target::tensor_bytes).sum();
+        assert!(bytes <= KEPT_BYTES, "{bytes}");
     }
 
     #[test]
