@@ -2,11 +2,10 @@
 // through the workspace:
 //   1. every block but the last: the state its segment adds, and its decay, which it stores and then says so. The first block's has the decayed
 //      initial state in it
-//   2. every block but the first: the state at its start. Of up to SEGMENTS_WITHOUT_SCAN blocks each waits for those before it, and adds up what
-//      they stored. Of more, each first turns a slice of all stored states into states at segment starts, in place, and then waits for all slices
+//   2. every block but the first: waits for those before it, and adds up what they stored
 //   3. every block: Y of its segment from the state at its start, as sm90_fused_forward
 // A segment that fits the ring is copied once and stays there for both passes; of a longer one pass 1 takes the last chunk first, so that the sum
-// is never scaled. A block waits for other blocks of its chain, and all run at once (a cooperative launch: crates/mamba2-cuda/src/module.rs), so
+// is never scaled. A block waits for blocks of lower index only, and all run at once (a cooperative launch: crates/mamba2-cuda/src/module.rs), so
 // there is no order in which the chain could stand still.
 //
 // Grid   chunks_per_row blocks per (sequence, HEADS_BLOCK heads), neighbours
@@ -33,7 +32,6 @@ constexpr bool HOLDS_INITIAL = INITIAL_DTYPE >= 0 && 2 * STATE_REGISTERS + 60 <=
 struct Chain {
   int blocks;  // that have tokens
   int later;   // of those, after this one
-  __device__ __forceinline__ bool scans() const { return blocks > SEGMENTS_WITHOUT_SCAN; }
 };
 
 // The segment of block `rank` of a sequence. tokens -1: none, nothing to do.
@@ -103,75 +101,18 @@ __device__ __forceinline__ void skip_segment(const Segment& s, const Barriers& b
   }
 }
 
-// Flags, [slot or slice][head]: of the states that segments have stored, and, behind those of all sequences, of the slices that are scanned.
-__device__ __forceinline__ unsigned long long* stored_flag(const ForwardArgs& args, int64 slot, int head) { return args.flags + slot * args.nheads + head; }
-__device__ __forceinline__ unsigned long long* scanned_flag(const ForwardArgs& args, const Segment& s, int rank, int head) {
-  const int64 segments = args.chunks_per_row.value;
-  return args.flags + (args.sequences * (segments - 1) + s.sequence * segments + rank) * args.nheads + head;
-}
-__device__ __forceinline__ void raise(const ForwardArgs& args, unsigned long long* flag, int barrier) {
-  bar_sync(barrier, 128);  // all of what it stands for is stored
-  if (threadIdx.x % 128 == 0) store_release_grid(flag, args.call);
-}
-
-// Returns when `count` flags are up, one every nheads. The last of the `readers` blocks that wait for a flag takes it down, so that the same call can
-// be replayed from a CUDA graph. The consumer's warpgroup.
-template <typename F>
-__device__ __forceinline__ void wait_for_flags(const ForwardArgs& args, unsigned long long* flags, int count, F&& readers, int barrier) {
-  for (int q = threadIdx.x % 128; q < count; q += 128) {
-    unsigned long long* flag = flags + static_cast<int64>(q) * args.nheads;
+// Step 2: returns when the segments before this one have stored what they add for `head`. The last of those that waited for a segment takes
+// its flag down, so that the same call can be replayed from a CUDA graph. The consumer's warpgroup.
+__device__ __forceinline__ void wait_for_segments_before(const ForwardArgs& args, const Segment& s, const Chain& chain, int head, int barrier) {
+  const int q = threadIdx.x % 128;
+  if (q < s.index) {
+    unsigned long long* flag = args.flags + (s.slot - s.index + 1 + q) * args.nheads + head;
     while ((load_acquire_grid(flag) & ~FLAG_READERS) != args.call) {
     }
-    if ((add_grid(flag, 1) & FLAG_READERS) + 1 == readers(q)) store_relaxed_grid(flag, 0);
+    const int readers = chain.blocks - 1 - q;
+    if ((add_grid(flag, 1) & FLAG_READERS) + 1 == readers) store_relaxed_grid(flag, 0);
   }
   bar_sync(barrier, 128);
-}
-
-// Turns this block's slice of what the segments of the chain add into states at segment starts, in place: slot s holds what segment s adds before,
-// and the state at the start of segment s + 1 after. Slices are whole lines, which nobody else writes.
-__device__ __forceinline__ void scan_slice(const ForwardArgs& args, const Segment& s, const Chain& chain, int head) {
-  constexpr int VECTORS_OF_STATE = STATE_ELEMS / 4, BATCH = 8;
-  const int slice = ((VECTORS_OF_STATE + chain.blocks - 1) / chain.blocks + 7) / 8 * 8;
-  const int first = s.index * slice, end = min(first + slice, VECTORS_OF_STATE);
-  const int64 slot = s.slot - s.index + 1, step = static_cast<int64>(args.nheads) * VECTORS_OF_STATE;
-  const float* totals = args.da_cumsum + slot * args.nheads + head;
-  float4* states = reinterpret_cast<float4*>(segment_state(args, slot, head));
-  for (int at = first + threadIdx.x % 128; at < end; at += 128) {
-    float4 carry = make_float4(0.f, 0.f, 0.f, 0.f);
-    // In place, so a load cannot pass the store before it: eight segments are loaded before the first is stored.
-#pragma unroll 1
-    for (int q0 = 0; q0 + 1 < chain.blocks; q0 += BATCH) {
-      float4 local[BATCH];
-      float total[BATCH];
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i)
-        if (q0 + i + 1 < chain.blocks) {
-          local[i] = states[(q0 + i) * step + at];
-          total[i] = totals[static_cast<int64>(q0 + i) * args.nheads];
-        }
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i)
-        if (q0 + i + 1 < chain.blocks) {
-          const float decay = ex2_approx(fminf(total[i], 0.f));
-          carry.x = carry.x * decay + local[i].x;
-          carry.y = carry.y * decay + local[i].y;
-          carry.z = carry.z * decay + local[i].z;
-          carry.w = carry.w * decay + local[i].w;
-          states[(q0 + i) * step + at] = carry;
-        }
-    }
-  }
-}
-
-// Step 2 of a block that is not the first: waits for the state at its segment's start.
-__device__ __forceinline__ void take_over(const ForwardArgs& args, const Segment& s, const Chain& chain, int head, int barrier, float (&state)[STATE_REGISTERS]) {
-  if (chain.scans()) {
-    wait_for_flags(args, scanned_flag(args, s, 0, head), chain.blocks, [&](int) { return chain.blocks - 1; }, barrier);
-    load_segment_state<1>(args, s, head, 0, 0, state);
-  } else {
-    wait_for_flags(args, stored_flag(args, s.slot - s.index + 1, head), s.index, [&](int q) { return chain.blocks - 1 - q; }, barrier);
-    load_segment_state<SEGMENTS_WITHOUT_SCAN - 1>(args, s, head, 0, 0, state);
-  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_forward(const __grid_constant__ ForwardArgs args,
@@ -245,13 +186,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_
       if (valid) {
         store_segment_state(args, s.slot + 1, head, 0, 0, state[0]);
         if (threadIdx.x % 128 == 0) args.da_cumsum[(s.slot + 1) * args.nheads + head] = total;
-        raise(args, stored_flag(args, s.slot + 1, head), consumer + 1);
+        bar_sync(consumer + 1, 128);  // all of it is stored
+        if (threadIdx.x % 128 == 0) store_release_grid(args.flags + (s.slot + 1) * args.nheads + head, args.call);
       }
-    }
-    if (valid && chain.scans()) {
-      wait_for_flags(args, stored_flag(args, s.slot - s.index + 1, head), chain.blocks - 1, [&](int) { return chain.blocks; }, consumer + 1);
-      scan_slice(args, s, chain, head);
-      raise(args, scanned_flag(args, s, s.index, head), consumer + 1);
     }
     if (s.index == 0) {
       if constexpr (HOLDS_INITIAL) {
@@ -261,7 +198,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_
         load_initial_state(args, s, head, 0, 0, state[0]);
       }
     } else if (valid) {
-      take_over(args, s, chain, head, consumer + 1, state[0]);
+      wait_for_segments_before(args, s, chain, head, consumer + 1);
+      load_segment_state<SEGMENTS_WITHOUT_SCAN - 1>(args, s, head, 0, 0, state[0]);
     } else {
 #pragma unroll
       for (int i = 0; i < STATE_REGISTERS; ++i) state[0][i] = 0.f;

@@ -574,14 +574,11 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
     let per_state = problem.nheads * segment_state_elems(problem) * 4;
     let mut workspace = match (config, config.segment()) {
         (StrategyConfig::Sm90Chain(c), _) => {
-            let segments = c.chain_forward.segments as usize;
-            let slots = problem.sequences() * (segments - 1);
-            // A flag for each stored state, and one for each slice of them that a block scans.
-            let flags = slots + problem.sequences() * segments;
+            let slots = problem.sequences() * (c.chain_forward.segments as usize - 1);
             Workspace {
                 da_cumsum: region(slots * problem.nheads * 4),
                 states: region(slots * per_state),
-                flags: region(flags * problem.nheads * 8),
+                flags: region(slots * problem.nheads * 8),
                 ..Workspace::default()
             }
         }

@@ -385,7 +385,7 @@ parameter_table! {
     /// Parameters of `sm90_chain_forward`: the whole forward pass in one launch, a chain of blocks a sequence.
     Sm90ChainForward for Sm90ChainForward {
         /// Segments that a sequence is split into, a block each.
-        segments: AT_LAUNCH = 4 in [2, 3, 4, 5, 6, 8, 11, 13, 16, 22, 26, 33, 44, 66] unit "blocks";
+        segments: AT_LAUNCH = 4 in [2, 3, 4] unit "blocks";
         /// Consumer warpgroups per block; they share the B and C tiles.
         warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
         /// 64-token chunks in flight; a segment of no more is copied once.
