@@ -10,7 +10,8 @@
 // Grid   one cluster of SLICES blocks per (sequence, segment, WARPGROUPS units of a group)
 // Block  a producer warpgroup, which also makes S, and WARPGROUPS consumers of one unit each
 // Shared barriers, then the ring (common/sm90_split_pipeline.cuh), then S [VECTOR_SETS boxes], then z [WARPGROUPS][OWN tokens of a box] (HAS_Z
-//        only), then what the other block sends (two slices only) [WARPGROUPS][2][4][128] float4, a thread's registers four by four
+//        only), then what the other block sends (two slices only) [WARPGROUPS][2][4][128] float4, a thread's registers four by four; there the
+//        finished rows are put together for their stores, too; then vectors
 // Tail   as in common/sm90_split_pipeline.cuh; rows past the segment are not stored
 // Source Dao and Gu 2024, section 6, all steps in one pass
 #include "mamba2_config.cuh"
@@ -28,7 +29,7 @@ constexpr int PART_BYTES = SLICES > 1 ? OWN_REGISTERS * 128 * 4 : 0;  // what a 
 constexpr int SCORES_OFFSET = BARRIERS_BYTES + STAGES * STAGE_BYTES;
 constexpr int Z_OFFSET = SCORES_OFFSET + VECTOR_SETS * BOX_BYTES;
 constexpr int EXCHANGE_OFFSET = Z_OFFSET + (HAS_Z ? WARPGROUPS * OWN_BYTES : 0);
-static_assert(EXCHANGE_OFFSET + WARPGROUPS * 2 * PART_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+static_assert(EXCHANGE_OFFSET + WARPGROUPS * 2 * PART_BYTES == VECTORS_OFFSET, "launch.rs carves the same shared memory");
 
 MAMBA2_REQUIRE(V02, STATE_REGISTERS + 56 <= CONSUMER_REGISTERS, "the state of a unit's slice, and what the products need beside it, must stay in registers");
 
@@ -64,8 +65,8 @@ __device__ __forceinline__ void start_score_product(float (&d)[32], const unsign
   }
 }
 
-// Fills the ring and makes S of every chunk and set of vectors. Vectors are made STAGES - 1 chunks ahead, when S of a chunk is done: then the
-// consumers are about to free the stage of the chunk before. Its copy takes longer, and starts at the first look that finds the stage free.
+// Fills the rings and makes S of every chunk and set of vectors. A copy takes longest, and starts at the first look that finds its stage free;
+// the next chunk's vectors are made under the product.
 __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, unsigned tiles,
                                         const Barriers& barriers, const ForwardBarriers& forward_barriers) {
   const int chunks = __shfl_sync(0xffffffffu, (s.tokens + CHUNK - 1) / CHUNK, 0);  // known to be uniform
@@ -73,36 +74,39 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
   RawDt raw[2];
   producer.load_dt(args, s, ring, 0, raw);
   producer.load_constants(args, s, ring);
-  for (int chunk = 1 - STAGES; chunk < chunks; ++chunk) {
-    if (chunk >= 0) {
-      const int at = chunk % STAGES;
-      const unsigned char* stage = ring + at * STAGE_BYTES;
-      producer.copy_next(maps, s, ring, barriers);
-      wait_barrier(barriers.full(at), chunk / STAGES % 2);
-      float scores[32];  // raw C B^T, 64 rows x 64 tokens
-      wgmma_fence();
-      start_score_product(scores, stage);
-      wgmma_commit_group();
-      wgmma_wait_group<0>();
+  producer.make(args, s, ring, barriers, 0, raw);
+  producer.load_dt(args, s, ring, 1, raw);
 #pragma unroll 1
-      for (int set = 0; set < VECTOR_SETS; ++set) {
-        producer.copy_next(maps, s, ring, barriers);
-        wait_barrier(forward_barriers.scores_empty(set), chunk % 2 ^ 1);
-        const unsigned tile = tiles + set * BOX_BYTES;
-        const int thread = volatile_tid_x(), lane = thread % 32, row = thread / 32 % 4 * 16 + lane % 16;
-        decay_scores<false>(scores, vectors_of(stage, set), thread, 0, [&](int k, const FragmentA<X>& a) {
-          stmatrix_x4(tile + swizzled(row, 2 * k + lane / 16), a.pair[0].bits, a.pair[1].bits, a.pair[2].bits, a.pair[3].bits);
-        });
-        fence_proxy_async();
-        arrive_warp(forward_barriers.scores_full(set));
-      }
-      arrive_warp(barriers.empty(at));
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const int at = chunk % STAGES;
+    const unsigned char* stage = ring + at * STAGE_BYTES;
+    producer.provide(maps, s, ring, barriers, chunk);
+    producer.copy_next(maps, s, ring, barriers);
+    wait_barrier(barriers.full(at), chunk / STAGES % 2);
+    float scores[32];  // raw C B^T, 64 rows x 64 tokens
+    wgmma_fence();
+    start_score_product(scores, stage);
+    wgmma_commit_group();
+    if (chunk + 1 < chunks) {
+      producer.make(args, s, ring, barriers, chunk + 1, raw);
+      producer.load_dt(args, s, ring, chunk + 2, raw);
     }
-    const int copy = chunk + STAGES - 1;
-    if (copy < chunks) {
-      producer.fill(args, maps, s, ring, barriers, copy, raw);
-      producer.load_dt(args, s, ring, copy + 1, raw);
+    wait_barrier(barriers.vectors_full(chunk), parity_of_vectors(chunk));
+    wgmma_wait_group<0>();
+#pragma unroll 1
+    for (int set = 0; set < VECTOR_SETS; ++set) {
+      producer.copy_next(maps, s, ring, barriers);
+      wait_barrier(forward_barriers.scores_empty(set), chunk % 2 ^ 1);
+      const unsigned tile = tiles + set * BOX_BYTES;
+      const int thread = volatile_tid_x(), lane = thread % 32, row = thread / 32 % 4 * 16 + lane % 16;
+      decay_scores<false>(scores, Vectors{vectors_at(ring, chunk, set)}, thread, 0, [&](int k, const FragmentA<X>& a) {
+        stmatrix_x4(tile + swizzled(row, 2 * k + lane / 16), a.pair[0].bits, a.pair[1].bits, a.pair[2].bits, a.pair[3].bits);
+      });
+      fence_proxy_async();
+      arrive_warp(forward_barriers.scores_full(set));
     }
+    arrive_warp(barriers.empty(at));
+    arrive_warp(barriers.vectors_empty(chunk));
   }
 }
 
@@ -152,30 +156,42 @@ __device__ __forceinline__ void copy_z(const ForwardArgs& args, const Segment& s
   }
 }
 
-// Adds D x, applies the gate, and stores the block's rows of Y through those of the x box: a warp replaces the 16 headdim columns that only it
-// has read.
-__device__ __forceinline__ void store_output(const ForwardArgs& args, const Segment& s, int consumer, int chunk, float (&y)[OWN_REGISTERS],
-                                             unsigned char* ring, unsigned char* x, const unsigned char* z) {
+// Adds D x to the block's rows of Y; `x` is those of the x box.
+__device__ __forceinline__ void add_dx(const ForwardArgs& args, const Segment& s, int consumer, float (&y)[OWN_REGISTERS], unsigned char* ring,
+                                       const unsigned char* x) {
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
-  const Unit unit = locate_unit(s, consumer);
   float d[2];  // D of the headdim rows lane / 4 and lane / 4 + 8 of the warp
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int p = unit.p0 + warp * 16 + lane / 4 + 8 * r;
-    d[r] = D_KIND == 1 ? constants_of(ring, consumer % VECTOR_SETS).d : D_KIND == 2 && unit.valid && p < HEADDIM ? args.D[unit.head * args.d_head_stride + p] : 0.f;
+    if constexpr (D_KIND == 1) {
+      d[r] = constants_of(ring, consumer % VECTOR_SETS).d;
+    } else {
+      const Unit unit = locate_unit(s, consumer);
+      const int p = unit.p0 + warp * 16 + lane / 4 + 8 * r;
+      d[r] = unit.valid && p < HEADDIM ? args.D[unit.head * args.d_head_stride + p] : 0.f;
+    }
   }
 #pragma unroll
   for (int k = 0; k < OWN / 16; ++k) {
-    float* v = y + 8 * k;
-    if constexpr (D_KIND > 0) {
-      const FragmentA<X> own = load_transposed(x, k);
+    const FragmentA<X> own = load_transposed(x, k);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 f = unpack(own.pair[i]);
-        v[2 * i] += d[i % 2] * f.x;
-        v[2 * i + 1] += d[i % 2] * f.y;
-      }
+    for (int i = 0; i < 4; ++i) {
+      const float2 f = unpack(own.pair[i]);
+      y[8 * k + 2 * i] += d[i % 2] * f.x;
+      y[8 * k + 2 * i + 1] += d[i % 2] * f.y;
     }
+  }
+}
+
+// Applies the gate, and stores the block's rows of Y through `rows` of shared memory, 128 bytes each, of which a warp writes the 16 headdim columns
+// that only it has read.
+__device__ __forceinline__ void store_output(const ForwardArgs& args, const Segment& s, int consumer, int chunk, float (&y)[OWN_REGISTERS],
+                                             unsigned char* rows, const unsigned char* z) {
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32 % 4;
+  const Unit unit = locate_unit(s, consumer);
+#pragma unroll
+  for (int k = 0; k < OWN / 16; ++k) {
+    float* v = y + 8 * k;
     if constexpr (HAS_Z) {
       const FragmentA<X> gate = load_transposed(z, k);
 #pragma unroll
@@ -185,12 +201,12 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
         v[2 * i + 1] *= silu(f.y);
       }
     }
-    stmatrix_x4_trans(transposed_at(x, k), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits, pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
+    stmatrix_x4_trans(transposed_at(rows, k), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits, pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
   }
   bar_sync(consumer + 1, 128);  // rows are whole
   const int row = warp * (OWN / 4) + lane / 8, token = chunk * CHUNK + slice_of(s) * OWN + row;
   const int rows_left = unit.valid ? s.tokens - token : 0, columns = HEADDIM - unit.p0 - lane % 8 * 8;
-  const unsigned char* from = x + warp * (OWN / 4) * 128;
+  const unsigned char* from = rows + warp * (OWN / 4) * 128;
   X* to = static_cast<X*>(args.out) + s.row * args.out_strides.batch + (s.first + token) * args.out_strides.token + unit.head * args.out_strides.head +
           unit.p0 + lane % 8 * 8;
 #pragma unroll
@@ -210,10 +226,11 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
   }
 }
 
-// The state before the first token of the segment: segment_scan's, or, where that is not launched (few segments), the sum of the initial state
-// and what the segments before have made.
+// The state before the first token of the segment: segment_scan's, or, where that is not launched (few segments: launch.rs, needs_scan), the sum of
+// the initial state and what the segments before have made. For both there are no registers if the initial state comes element by element.
+constexpr bool MAY_ADD = INITIAL_DTYPE < 0 || INITIAL_DTYPE == 2;
 __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, const Unit& unit, int n0, float (&state)[PIECES][PIECE_REGISTERS]) {
-  if (s.index == 0 || !args.scanned) {
+  if (s.index == 0 || (MAY_ADD && !args.scanned)) {
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) load_initial_state(args, s, unit.head, unit.p0, n0 + piece * PIECE_BOXES * 64, state[piece]);
   }
@@ -222,7 +239,7 @@ __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const 
 #pragma unroll
   for (int piece = 0; piece < PIECES; ++piece) {
     const int first = n0 / 8 + piece * PIECE_BOXES * 8;
-    if (args.scanned) {
+    if (!MAY_ADD || args.scanned) {
       load_segment_state<1>(args, s, unit.head, unit.p0, first, state[piece]);
     } else {
       add_segment_states(args, s, unit.head, unit.p0, first, state[piece]);
@@ -301,8 +318,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(SLICES
         copy_z(args, s, locate_unit(s, consumer), slice_of(s), chunk, z);
         cp_async_commit_group();
       }
+      wait_barrier(barriers.vectors_full(chunk), parity_of_vectors(chunk));
       wait_barrier(barriers.full(at), chunk / STAGES % 2);
-      const Vectors v = vectors_of(stage, consumer);
+      const Vectors v{vectors_at(ring, chunk, set)};
       float y[32];  // Y^T, 64 headdim rows x 64 tokens
       multiply_state(y, state, stage, v);
       const float* rises = v.rise() + thread_index() % 4 * 2;
@@ -332,21 +350,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(SLICES
 #pragma unroll
         for (int i = 0; i < OWN_REGISTERS; ++i) own[i] = y[i];
       }
+      if constexpr (D_KIND > 0) add_dx(args, s, consumer, own, ring, x_box + slice_of(s) * OWN_BYTES);
 
       FragmentA<X> weighted_x[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) weighted_x[k] = load_transposed(x_box, k);
       weigh(weighted_x, v.w());
+      arrive_warp(barriers.vectors_empty(chunk));
       wgmma_fence();
       start_state_update(state, weighted_x, stage + B_OFFSET);
       wgmma_commit_group();
-      if constexpr (SLICES > 1) add_received(own, place, received, chunk / 2 % 2);
-      if constexpr (HAS_Z) cp_async_wait_group<0>();
-      bar_sync(consumer + 1, 128);  // every warp is done with x^T S^T: the x box is the output's; and all of z is there
-      store_output(args, s, consumer, chunk, own, ring, x_box + slice_of(s) * OWN_BYTES, z);
-      fence_proxy_async();  // the next copy into the x box comes through another proxy than its last reads and writes
-      wgmma_wait_group<0>();  // the state update
-      arrive_warp(barriers.empty(at));
+      if constexpr (SLICES > 1) {
+        wgmma_wait_group<0>();
+        arrive_warp(barriers.empty(at));  // and the other block's part is waited for while the next chunk is copied
+        add_received(own, place, received, chunk / 2 % 2);
+        if constexpr (HAS_Z) cp_async_wait_group<0>();
+        bar_sync(consumer + 1, 128);  // what was received is read: the place is the output's; and all of z is there
+        store_output(args, s, consumer, chunk, own, place, z);
+      } else {
+        if constexpr (HAS_Z) cp_async_wait_group<0>();
+        bar_sync(consumer + 1, 128);  // every warp is done with x^T S^T: the x box is the output's; and all of z is there
+        store_output(args, s, consumer, chunk, own, x_box, z);
+        fence_proxy_async();  // the next copy into the x box comes through another proxy than its last reads and writes
+        wgmma_wait_group<0>();  // the state update
+        arrive_warp(barriers.empty(at));
+      }
     }
     if (s.last) store_end_state(args, s, locate_unit(s, consumer), slice_of(s) * SLICE_BOXES * 64, state);
     wait_at_the_end(s);

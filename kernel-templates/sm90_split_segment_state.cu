@@ -5,7 +5,7 @@
 //
 // Grid   one block per (sequence, segment, WARPGROUPS units of a group, slice of dstate), not for the last segment of a sequence
 // Block  a producer warpgroup and WARPGROUPS consumers of one unit each; see common/sm90_split_pipeline.cuh
-// Shared barriers, then the ring
+// Shared barriers, then the ring, then vectors
 // Source Dao and Gu 2024, section 6 (chunk states), with a segment for the chunk
 #include "mamba2_config.cuh"
 
@@ -13,7 +13,7 @@ constexpr bool WITH_C = false;
 
 #include "common/sm90_split_pipeline.cuh"
 
-static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES == VECTORS_OFFSET, "launch.rs carves the same shared memory");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_split_segment_state(const __grid_constant__ ForwardArgs args,
     const __grid_constant__ TensorMaps maps) {
@@ -38,12 +38,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_split_segment_stat
     for (int i = 0; i < DT_AHEAD; ++i) producer.load_dt(args, s, ring, i, raw[i]);
     producer.load_constants(args, s, ring);
     const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
-    for (int copy0 = 0; copy0 < chunks; copy0 += DT_AHEAD) {
+    for (int at0 = 0; at0 < chunks; at0 += DT_AHEAD) {
 #pragma unroll
       for (int ahead = 0; ahead < DT_AHEAD; ++ahead) {
-        if (copy0 + ahead >= chunks) break;
-        producer.fill(args, maps, s, ring, barriers, copy0 + ahead, raw[ahead]);
-        producer.load_dt(args, s, ring, copy0 + ahead + DT_AHEAD, raw[ahead]);
+        if (at0 + ahead >= chunks) break;
+        producer.provide(maps, s, ring, barriers, at0 + ahead);
+        producer.make(args, s, ring, barriers, at0 + ahead, raw[ahead]);
+        producer.load_dt(args, s, ring, at0 + ahead + DT_AHEAD, raw[ahead]);
       }
     }
   } else {
@@ -58,14 +59,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_split_segment_stat
     RingPosition<STAGES> at;
     const int chunks = (s.tokens + CHUNK - 1) / CHUNK;
     for (int chunk = 0; chunk < chunks; ++chunk, at.advance()) {
+      wait_barrier(barriers.vectors_full(chunk), parity_of_vectors(chunk));
       wait_barrier(barriers.full(at.stage), at.parity);
       const unsigned char* stage = ring + at.stage * STAGE_BYTES;
-      const Vectors v = vectors_of(stage, consumer);
+      const Vectors v{vectors_at(ring, chunk, consumer % VECTOR_SETS)};
       FragmentA<X> a[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) a[k] = load_transposed(stage + X_OFFSET + consumer * BOX_BYTES, k);
       weigh(a, v.w());
       total += v.g[CHUNK - 1];
+      arrive_warp(barriers.vectors_empty(chunk));
       wgmma_fence();
       start_state_update(state, a, stage + B_OFFSET);
       wgmma_commit_group();

@@ -8,7 +8,8 @@
 //   C  [SLICE_BOXES boxes, 64 tokens each]   (WITH_C only)
 //   B  [SLICE_BOXES boxes]
 //   x  [WARPGROUPS boxes, 64 tokens x a unit]
-//   vectors  [VECTOR_SETS][VECTORS][64]
+// Vectors, [VECTOR_SLOTS][VECTOR_SETS][VECTORS][64], have a ring of their own behind everything else, so that those of later chunks can be made
+// while something else is waited for.
 // SHARE: the two units of a block are of one head, which has one set of vectors and one S.
 // Tokens past the tensor, dstate past DSTATE and headdim past HEADDIM are copied as zero, and tokens past a packed sequence are zeroed in B
 // and x: NaN beyond a sequence cannot enter. Units past the group read as a neighbour or zero and are not stored.
@@ -34,8 +35,9 @@ MAMBA2_REQUIRE(V01, DSTATE <= 512 && (HEADDIM > 64 || DSTATE > 256), "at most tw
 constexpr int C_BYTES = WITH_C ? SLICE_BOXES * BOX_BYTES : 0;
 constexpr int B_OFFSET = C_BYTES;
 constexpr int X_OFFSET = B_OFFSET + SLICE_BOXES * BOX_BYTES;
-constexpr int VECTORS_OFFSET = X_OFFSET + WARPGROUPS * BOX_BYTES;
-constexpr int STAGE_BYTES = VECTORS_OFFSET + (VECTOR_SETS * VECTORS_BYTES + 1023) / 1024 * 1024;
+constexpr int STAGE_BYTES = X_OFFSET + WARPGROUPS * BOX_BYTES;
+constexpr int VECTOR_SLOTS = 4;
+constexpr int VECTORS_OFFSET = SMEM_BYTES - VECTOR_SLOTS * VECTOR_SETS * VECTORS_BYTES;
 constexpr int BARRIERS_BYTES = 1024;
 constexpr int TAIL_BARRIER_OFFSET = 496;
 constexpr int SEGMENT_OFFSET = 896;  // behind the barriers: the block's Segment, which would cost registers
@@ -71,27 +73,42 @@ __device__ __forceinline__ Unit locate_unit(const Segment& s, int consumer) {
   return {head, unit % P_TILES * 64, head < s.end_head};
 }
 
-// A full and an empty barrier per stage, and one for the chunk in which a packed sequence ends.
+// A full and an empty barrier per stage and per slot of vectors, and one for the chunk in which a packed sequence ends.
 struct Barriers {
   unsigned base;
   __device__ __forceinline__ unsigned full(int stage) const { return base + stage * 16; }
   __device__ __forceinline__ unsigned empty(int stage) const { return base + stage * 16 + 8; }
+  __device__ __forceinline__ unsigned vectors_full(int chunk) const { return base + 128 + chunk % VECTOR_SLOTS * 16; }
+  __device__ __forceinline__ unsigned vectors_empty(int chunk) const { return base + 128 + chunk % VECTOR_SLOTS * 16 + 8; }
   __device__ __forceinline__ unsigned tail() const { return base + TAIL_BARRIER_OFFSET; }
   __device__ __forceinline__ void init() const {
+    constexpr int READERS = 4 * (WARPGROUPS + (WITH_C ? 1 : 0)) * WARP_ARRIVALS;
     if (threadIdx.x == 0) {
       for (int s = 0; s < STAGES; ++s) {
-        mbarrier_init(full(s), 1 + PRODUCER_THREADS / 32 * WARP_ARRIVALS);  // the copies, and each warp's vectors and zeros
-        mbarrier_init(empty(s), 4 * (WARPGROUPS + (WITH_C ? 1 : 0)) * WARP_ARRIVALS);
+        mbarrier_init(full(s), 1);
+        mbarrier_init(empty(s), READERS);
+      }
+      for (int s = 0; s < VECTOR_SLOTS; ++s) {
+        mbarrier_init(vectors_full(s), VECTOR_SETS * WARP_ARRIVALS);
+        mbarrier_init(vectors_empty(s), READERS);
       }
       mbarrier_init(tail(), 1);
       fence_mbarrier_init();
     }
   }
 };
+static_assert(STAGES * 16 <= 128);
+__device__ __forceinline__ int parity_of_vectors(int chunk) { return chunk / VECTOR_SLOTS % 2; }
+
+// The vectors of a set, of the at-th chunk.
+__device__ __forceinline__ float* vectors_at(unsigned char* ring, int at, int set) {
+  return reinterpret_cast<float*>(ring - BARRIERS_BYTES + VECTORS_OFFSET) + (at % VECTOR_SLOTS * VECTOR_SETS + set) * (VECTORS * CHUNK);
+}
 
 // Warp w of the producer makes the vectors of set w. A third starts the copies: the last one has the most of S to make.
 constexpr int COPY_WARP = 2;
 static_assert(VECTOR_SETS <= COPY_WARP);
+constexpr int PRODUCER_BARRIER = 3;  // behind the consumers'
 __device__ __forceinline__ bool copies() { return threadIdx.x / 32 == COPY_WARP; }
 
 // Calls the tensor maps, by the thread that will need them.
@@ -106,7 +123,7 @@ __device__ __forceinline__ void call_maps(const TensorMaps& maps) {
 // Copies one chunk's boxes; one thread.
 __device__ __forceinline__ void copy_stage(const TensorMaps& maps, const Segment& s, int token, unsigned stage, unsigned full) {
   const int row = s.row, group = s.group, first_box = slice_of(s) * SLICE_BOXES;
-  mbarrier_arrive_expect_tx(full, VECTORS_OFFSET);
+  mbarrier_arrive_expect_tx(full, STAGE_BYTES);
 #pragma unroll
   for (int box = 0; box < SLICE_BOXES; ++box) {
     tma_load_4d(stage + B_OFFSET + box * BOX_BYTES, &maps.b, (first_box + box) * 64, group, token, row, full);
@@ -180,49 +197,45 @@ struct Producer {
     kept.d = d;
     __syncwarp();
   }
-  // This lane's two dt of the copy-th chunk.
-  __device__ __forceinline__ void load_dt(const ForwardArgs& args, const Segment& s, unsigned char* ring, int copy, RawDt (&to)[2]) const {
+  // This lane's two dt of the at-th chunk.
+  __device__ __forceinline__ void load_dt(const ForwardArgs& args, const Segment& s, unsigned char* ring, int at, RawDt (&to)[2]) const {
     const int tokens = makes ? constants_of(ring, warp()).tokens : 0;
-    const int token = token_of(s, copy) + 2 * (thread() % 32);
+    const int token = token_of(s, at) + 2 * (thread() % 32);
     const RawDt* from = static_cast<const RawDt*>(args.dt) + s.row * args.dt_strides.batch + (s.first + token) * args.dt_strides.token +
                         locate_unit(s, warp()).head * args.dt_strides.head;
 #pragma unroll
     for (int e = 0; e < 2; ++e) to[e] = token >= 0 && e < tokens - token ? from[e * args.dt_strides.token] : RawDt{};
   }
-  // Fills the next stage once it is empty: the chunk of the at-th copy, with its dt.
-  __device__ __forceinline__ void fill(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers,
-                                       int at, const RawDt (&raw)[2]) {
-    const int lane = thread() % 32, slot = at % STAGES, token = token_of(s, at);
-    unsigned char* stage = ring + slot * STAGE_BYTES;
+  // The vectors of the at-th chunk, from its dt.
+  __device__ __forceinline__ void make(const ForwardArgs& args, const Segment& s, unsigned char* ring, const Barriers& barriers, int at, const RawDt (&raw)[2]) {
+    if (!makes) return;
+    wait_barrier(barriers.vectors_empty(at), parity_of_vectors(at) ^ 1);
+    const int lane = thread() % 32;
+    const volatile Constants& kept = constants_of(ring, warp());
+    const float a = kept.a, bias = HAS_DT_BIAS ? kept.bias : 0.f;
+    const float whole = make_vectors(args, raw, a, bias, kept.tokens - token_of(s, at) - 2 * lane, after,
+                                     reinterpret_cast<float2*>(vectors_at(ring, at, warp())) + lane);
+    if constexpr (BACKWARD) after += whole;
+    arrive_warp(barriers.vectors_full(at));
+  }
+  // Sees to it that the at-th chunk will be there. The whole warpgroup.
+  __device__ __forceinline__ void provide(const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers, int at) {
+    const int token = token_of(s, at);
     const bool ends = ends_inside(s, token);
-    // A warp that writes nothing may go on to S, where it waits for every stage; without S it would arrive twice.
-    if (!WITH_C || makes || ends) wait_barrier(barriers.empty(slot), at / STAGES % 2 ^ 1);
-    if (copied == at) copy_next(maps, s, ring, barriers, true);
-    one_thread_if(copies() && ends && at < STAGES, [&] { copy(maps, s, ring, at, barriers.tail()); });
+    if (ends && at < STAGES) one_thread_if(copies(), [&] { copy(maps, s, ring, at, barriers.tail()); });
+    if (copied <= at) copy_next(maps, s, ring, barriers, true);
     if (ends) {
       wait_barrier(barriers.tail(), 0);  // a segment ends once
-      clear_tail(stage, s.tokens - token);
-      if (threadIdx.x % 128 == 0) mbarrier_arrive(barriers.full(slot));  // in place of the copies
+      clear_tail(ring + at % STAGES * STAGE_BYTES, s.tokens - token);
+      bar_sync(PRODUCER_BARRIER, PRODUCER_THREADS);
+      if (threadIdx.x == 0) mbarrier_arrive(barriers.full(at % STAGES));  // in place of the copies
     }
-    if (makes) {
-      const volatile Constants& kept = constants_of(ring, warp());
-      const float a = kept.a, bias = HAS_DT_BIAS ? kept.bias : 0.f;
-      const float whole = make_vectors(args, raw, a, bias, kept.tokens - token - 2 * lane, after,
-                                       reinterpret_cast<float2*>(stage + VECTORS_OFFSET) + warp() * (VECTORS * CHUNK / 2) + lane);
-      if constexpr (BACKWARD) after += whole;
-    }
-    arrive_warp(barriers.full(slot));
   }
 };
 
 // Addresses are computed anew for each chunk where the state leaves few registers.
 constexpr bool TIGHT = STATE_REGISTERS >= 128 && WITH_C;
 __device__ __forceinline__ int thread_index() { return TIGHT ? volatile_tid_x() : static_cast<int>(threadIdx.x); }
-
-// The vectors of a consumer's unit.
-__device__ __forceinline__ Vectors vectors_of(const unsigned char* stage, int consumer) {
-  return {reinterpret_cast<const float*>(stage + VECTORS_OFFSET) + consumer % VECTOR_SETS * VECTORS * CHUNK};
-}
 
 // Where ldmatrix and stmatrix, transposing, find this lane's row of the warp's 16 headdim columns and the tokens 16 k .. 16 k + 15 of a box.
 __device__ __forceinline__ unsigned transposed_at(const unsigned char* box, int k) {

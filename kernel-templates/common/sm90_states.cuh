@@ -102,7 +102,7 @@ __device__ __forceinline__ void add_segment_states(const ForwardArgs& args, cons
 //
 // `p0` and `n0` are the first headdim and dstate of the accumulators.
 
-// Calls f(index of the pair in memory, whether its second element is there, i) for the pairs i, i + 1 of this thread that lie in the tensor.
+// Calls f(index of the pair in memory, whether its first and its second element are in the tensor, i) for the pairs i, i + 1 of this thread.
 template <int COUNT, typename F>
 __device__ __forceinline__ void for_each_state(const int64 (&strides)[3], int sequence, int head, int p0, int n0, F&& f) {
   const int64 row_stride = strides[2], first = sequence * strides[0] + head * strides[1] + (p0 + state_p(0)) * row_stride + n0 + state_n(0);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void for_each_state(const int64 (&strides)[3], int se
   for (int i = 0; i < COUNT; i += 2) {
     const int row = i / 2 % 2 * 8, column = i / 4 * 8;
     const bool inside = (HEADDIM % 64 == 0 || p0 + state_p(0) + row < HEADDIM) && (DSTATE % (2 * COUNT) == 0 || n0 + state_n(0) + column < DSTATE);
-    if (inside) f(first + (row ? 8 * row_stride : 0) + column, DSTATE % 2 == 0 || n0 + state_n(0) + column + 1 < DSTATE, i);
+    f(first + (row ? 8 * row_stride : 0) + column, inside, inside && (DSTATE % 2 == 0 || n0 + state_n(0) + column + 1 < DSTATE), i);
   }
 }
 
@@ -166,9 +166,12 @@ __device__ __forceinline__ void load_initial_state(const ForwardArgs& args, cons
         }
       return;
     }
-    for_each_state<COUNT>(args.initial_strides, s.sequence, head, p0, n0, [&](int64 at, bool both, int i) {
-      state[i] = load_element<INITIAL_DTYPE>(args.initial_states, at);
-      if (both) state[i + 1] = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
+    for_each_state<COUNT>(args.initial_strides, s.sequence, head, p0, n0, [&](int64 at, bool first, bool second, int i) {
+      float2 v = make_float2(0.f, 0.f);
+      if (first) v.x = load_element<INITIAL_DTYPE>(args.initial_states, at);
+      if (second) v.y = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
+      state[i] = v.x;
+      state[i + 1] = v.y;
     });
   }
 }
@@ -188,9 +191,9 @@ __device__ __forceinline__ void store_final_state(const ForwardArgs& args, const
       });
       return;
     }
-    for_each_state<COUNT>(args.final_strides, s.sequence, head, p0, n0, [&](int64 at, bool both, int i) {
-      store_element<FINAL_DTYPE>(args.final_states, at, state[i]);
-      if (both) store_element<FINAL_DTYPE>(args.final_states, at + 1, state[i + 1]);
+    for_each_state<COUNT>(args.final_strides, s.sequence, head, p0, n0, [&](int64 at, bool first, bool second, int i) {
+      if (first) store_element<FINAL_DTYPE>(args.final_states, at, state[i]);
+      if (second) store_element<FINAL_DTYPE>(args.final_states, at + 1, state[i + 1]);
     });
   }
 }

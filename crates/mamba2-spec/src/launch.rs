@@ -354,7 +354,8 @@ impl Sm90SplitLaunch {
             warpgroups
         };
         let tiles = (boxes * if with_c { 2 } else { 1 } + warpgroups) * SM90_BOX_BYTES;
-        let vectors = (sets * SM90_VECTORS_BYTES).next_multiple_of(1024);
+        // Of four chunks.
+        let vectors = 4 * sets * SM90_VECTORS_BYTES;
         let z = if problem.z {
             warpgroups * SM90_BOX_BYTES / slices
         } else {
@@ -378,7 +379,7 @@ impl Sm90SplitLaunch {
             problem,
             units.div_ceil(warpgroups) * slices,
             128 * (self.warpgroups + 1),
-            1024 + stages * (tiles + vectors) + own,
+            1024 + stages * tiles + own + vectors,
         )
     }
 }
@@ -511,6 +512,7 @@ fn needs_scan(config: &StrategyConfig, problem: &Problem) -> bool {
         }
         StrategyConfig::Sm90SplitFused(c) => {
             segments_per_row(c.fused_forward.segment, problem) > SEGMENTS_WITHOUT_SCAN
+                || problem.initial_states.is_some_and(|d| d != Dtype::F32)
         }
         _ => true,
     }
