@@ -70,7 +70,7 @@ __device__ __forceinline__ void start_score_product(float (&d)[32], const unsign
 __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, unsigned tiles,
                                         const Barriers& barriers, const ForwardBarriers& forward_barriers) {
   const int chunks = __shfl_sync(0xffffffffu, (s.tokens + CHUNK - 1) / CHUNK, 0);  // known to be uniform
-  Producer<false> producer(maps, s, ring, barriers);
+  Producer<false> producer(args, maps, s, ring, barriers);
   RawDt raw[2];
   producer.load_dt(args, s, ring, 0, raw);
   producer.load_constants(args, s, ring);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, const TensorMap
       wait_barrier(forward_barriers.scores_empty(set), chunk % 2 ^ 1);
       const unsigned tile = tiles + set * BOX_BYTES;
       const int thread = volatile_tid_x(), lane = thread % 32, row = thread / 32 % 4 * 16 + lane % 16;
-      decay_scores<false>(scores, Vectors{vectors_at(ring, chunk, set)}, thread, 0, [&](int k, const FragmentA<X>& a) {
+      decay_scores<ROOMY>(scores, Vectors{vectors_at(ring, chunk, set)}, thread, 0, [&](int k, const FragmentA<X>& a) {
         stmatrix_x4(tile + swizzled(row, 2 * k + lane / 16), a.pair[0].bits, a.pair[1].bits, a.pair[2].bits, a.pair[3].bits);
       });
       fence_proxy_async();

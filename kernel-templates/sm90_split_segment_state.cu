@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sm90_split_segment_stat
 
   if (threadIdx.x < PRODUCER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    Producer<true> producer(maps, s, ring, barriers);
+    Producer<true> producer(args, maps, s, ring, barriers);
     constexpr int DT_AHEAD = 4;  // chunks are short
     RawDt raw[DT_AHEAD][2];
 #pragma unroll

@@ -56,7 +56,9 @@ __device__ __forceinline__ volatile Constants& constants_of(unsigned char* ring,
 
 // Registers after reallocation, in steps of eight; a thread has at most 240.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS > 248 ? 248 : 65536 / THREADS / 8 * 8;
-constexpr int PRODUCER_REGISTERS = WITH_C ? 72 : 56;
+// Where the consumers can do with 208, the producer has room to hide latencies of shared memory.
+constexpr bool ROOMY = SLICES > 1 && X_DTYPE == 0 && (INITIAL_DTYPE < 0 || INITIAL_DTYPE == 2);
+constexpr int PRODUCER_REGISTERS = !WITH_C ? 56 : ROOMY ? 88 : 72;
 constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 
@@ -154,6 +156,7 @@ struct Producer {
   bool makes;
   float after = 0.f;
   int copied = STAGES;  // chunks, in the warp that copies
+  const RawDt* dt_at;   // of the next chunk, in the warps that make vectors
 
   // Anew at each use, because S leaves few registers.
   __device__ __forceinline__ static int thread() { return WITH_C ? volatile_tid_x() : static_cast<int>(threadIdx.x); }
@@ -166,7 +169,10 @@ struct Producer {
     copy_stage(maps, s, s.first + token_of(s, copy), smem_address(ring + copy % STAGES * STAGE_BYTES), barrier);
   }
   // The copies of the first chunks are under way before anything waits for device memory.
-  __device__ __forceinline__ Producer(const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers) : makes(warp() < VECTOR_SETS) {
+  __device__ __forceinline__ Producer(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, unsigned char* ring, const Barriers& barriers)
+      : makes(warp() < VECTOR_SETS) {
+    dt_at = static_cast<const RawDt*>(args.dt) + s.row * args.dt_strides.batch + (s.first + token_of(s, 0) + 2 * (thread() % 32)) * args.dt_strides.token +
+            locate_unit(s, warp()).head * args.dt_strides.head;
 #pragma unroll 1
     for (int at = 0; at < STAGES; ++at)
       one_thread_if(copies() && at * CHUNK < s.tokens && !ends_inside(s, token_of(s, at)), [&] { copy(maps, s, ring, at, barriers.full(at)); });
@@ -197,14 +203,13 @@ struct Producer {
     kept.d = d;
     __syncwarp();
   }
-  // This lane's two dt of the at-th chunk.
-  __device__ __forceinline__ void load_dt(const ForwardArgs& args, const Segment& s, unsigned char* ring, int at, RawDt (&to)[2]) const {
+  // This lane's two dt of the at-th chunk. Chunks come one after the other.
+  __device__ __forceinline__ void load_dt(const ForwardArgs& args, const Segment& s, unsigned char* ring, int at, RawDt (&to)[2]) {
     const int tokens = makes ? constants_of(ring, warp()).tokens : 0;
     const int token = token_of(s, at) + 2 * (thread() % 32);
-    const RawDt* from = static_cast<const RawDt*>(args.dt) + s.row * args.dt_strides.batch + (s.first + token) * args.dt_strides.token +
-                        locate_unit(s, warp()).head * args.dt_strides.head;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) to[e] = token >= 0 && e < tokens - token ? from[e * args.dt_strides.token] : RawDt{};
+    for (int e = 0; e < 2; ++e) to[e] = token >= 0 && e < tokens - token ? dt_at[e * args.dt_strides.token] : RawDt{};
+    dt_at += (BACKWARD ? -CHUNK : CHUNK) * args.dt_strides.token;
   }
   // The vectors of the at-th chunk, from its dt.
   __device__ __forceinline__ void make(const ForwardArgs& args, const Segment& s, unsigned char* ring, const Barriers& barriers, int at, const RawDt (&raw)[2]) {

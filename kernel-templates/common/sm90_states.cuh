@@ -111,6 +111,7 @@ __device__ __forceinline__ void for_each_state(const int64 (&strides)[3], int se
     const int row = i / 2 % 2 * 8, column = i / 4 * 8;
     const bool inside = (HEADDIM % 64 == 0 || p0 + state_p(0) + row < HEADDIM) && (DSTATE % (2 * COUNT) == 0 || n0 + state_n(0) + column < DSTATE);
     f(first + (row ? 8 * row_stride : 0) + column, inside, inside && (DSTATE % 2 == 0 || n0 + state_n(0) + column + 1 < DSTATE), i);
+    if (i % 16 == 14) asm volatile("" ::: "memory");  // not all at once: there are no registers for 16-bit elements beside the others
   }
 }
 
@@ -135,18 +136,17 @@ __device__ __forceinline__ void for_each_vector(T* state, const int64 (&strides)
 }
 __device__ __forceinline__ float2 from_neighbour(float x, float y) { return {__shfl_xor_sync(0xffffffffu, x, 1), __shfl_xor_sync(0xffffffffu, y, 1)}; }
 
-// The state before the first token of a sequence; zero if there is none.
+// The state before the first token of a sequence; zero if there is none. Every element is set on one way through, for ptxas spills where some ways
+// leave zeros.
 template <int COUNT>
 __device__ __forceinline__ void load_initial_state(const ForwardArgs& args, const Segment& s, int head, int p0, int n0, float (&state)[COUNT]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) state[i] = 0.f;
-  if constexpr (INITIAL_DTYPE >= 0) {
-    if (head >= s.end_head || s.tokens < 0) return;
-    if (INITIAL_DTYPE == 2 && in_vectors(args.initial_states, args.initial_strides)) {
+  const bool there = INITIAL_DTYPE >= 0 && head < s.end_head && s.tokens >= 0;
+  if constexpr (INITIAL_DTYPE == 2) {
+    if (in_vectors(args.initial_states, args.initial_strides)) {
       const bool odd = threadIdx.x % 2;
       for_each_vector<COUNT>(static_cast<const float*>(args.initial_states), args.initial_strides, s.sequence, head, p0, n0,
                              [&](const float* at, bool inside, int i) {
-        const float4 v = inside ? *reinterpret_cast<const float4*>(at) : make_float4(0.f, 0.f, 0.f, 0.f);
+        const float4 v = there && inside ? *reinterpret_cast<const float4*>(at) : make_float4(0.f, 0.f, 0.f, 0.f);
         state[i] = v.x;
         state[i + 1] = v.y;
         state[i + 4] = v.z;
@@ -166,14 +166,16 @@ __device__ __forceinline__ void load_initial_state(const ForwardArgs& args, cons
         }
       return;
     }
-    for_each_state<COUNT>(args.initial_strides, s.sequence, head, p0, n0, [&](int64 at, bool first, bool second, int i) {
-      float2 v = make_float2(0.f, 0.f);
-      if (first) v.x = load_element<INITIAL_DTYPE>(args.initial_states, at);
-      if (second) v.y = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
-      state[i] = v.x;
-      state[i + 1] = v.y;
-    });
   }
+  for_each_state<COUNT>(args.initial_strides, s.sequence, head, p0, n0, [&](int64 at, bool first, bool second, int i) {
+    float2 v = make_float2(0.f, 0.f);
+    if constexpr (INITIAL_DTYPE >= 0) {
+      if (there && first) v.x = load_element<INITIAL_DTYPE>(args.initial_states, at);
+      if (there && second) v.y = load_element<INITIAL_DTYPE>(args.initial_states, at + 1);
+    }
+    state[i] = v.x;
+    state[i + 1] = v.y;
+  });
 }
 
 // The state after the last token of a sequence, if it is wanted.

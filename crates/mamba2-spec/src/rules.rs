@@ -56,7 +56,7 @@ rules! {
     P06 false "wgmma exists on compute capability 9.0 only";
     P07 false "a segment is shorter than the sequence, and a sequence has at most 128 of them: the scan is serial";
     P08 false "at most a third of the heads a block computes are padding of its group";
-    P09 false "two heads a warpgroup, and a dstate above 128, in bf16 only, the latter with a headdim of 64 and without 16-bit initial states: the others need more registers, and ptxas spills them";
+    P09 false "two heads a warpgroup in bf16 only, and a dstate above 128 without 16-bit initial states: the others need more registers, and ptxas spills them";
     K01 false "the blocks of all chains of a launch run at once, one a multiprocessor: they wait for each other";
     K02 false "every block of a chain has a chunk of an unpacked sequence";
     W01 true "the state of a unit, and what the products need beside it, stay in registers";
@@ -478,15 +478,12 @@ fn check_sm90(
         config,
         "P09",
         !with_c
-            || (heads == 1 && padded <= 128)
-            || (problem.dtype == Dtype::Bf16
-                && (padded <= 128
-                    || (problem.headdim == 64
-                        && problem.initial_states.is_none_or(|d| d == Dtype::F32)))),
+            || ((heads == 1 || problem.dtype == Dtype::Bf16)
+                && (padded <= 128 || problem.initial_states.is_none_or(|d| d == Dtype::F32))),
         || {
             format!(
-                "HEADS = {heads}, dstate {}, headdim {}, dtype {}, initial states in {:?}",
-                problem.dstate, problem.headdim, problem.dtype, problem.initial_states
+                "HEADS = {heads}, dstate {}, dtype {}, initial states in {:?}",
+                problem.dstate, problem.dtype, problem.initial_states
             )
         },
     )?;
