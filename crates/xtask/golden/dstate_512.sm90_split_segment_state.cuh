@@ -21,4 +21,4 @@ constexpr int SEGMENTS_WITHOUT_SCAN = 4; // segments of a sequence that the forw
 constexpr int WARPGROUPS = 2; // tuned, warpgroups
 constexpr int STAGES = 4; // tuned, chunks
 constexpr int THREADS = 384; // threads per block
-constexpr int SMEM_BYTES = 209920; // dynamic shared memory of a block
+constexpr int SMEM_BYTES = 207872; // dynamic shared memory of a block

@@ -18,7 +18,6 @@ constexpr int ALIGNED = 1; // views allow 16-byte copies
 constexpr int STATES_ROW = 128; // row of a chunk state in the workspace, elements
 constexpr int STATE_ELEMS = 8192; // elements of a segment state in the workspace
 constexpr int SEGMENTS_WITHOUT_SCAN = 4; // segments of a sequence that the forward pass adds up itself
-constexpr int SEGMENTS = 4; // tuned, blocks
 constexpr int WARPGROUPS = 2; // tuned, warpgroups
 constexpr int STAGES = 2; // tuned, chunks
 constexpr int THREADS = 512; // threads per block
