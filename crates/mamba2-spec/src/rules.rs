@@ -59,6 +59,7 @@ rules! {
     P09 false "two heads a warpgroup in bf16 only, and a dstate above 128 without 16-bit initial states: the others need more registers, and ptxas spills them";
     K01 false "the blocks of all chains of a launch run at once, one a multiprocessor: they wait for each other";
     K02 false "every block of a chain has a chunk of an unpacked sequence";
+    K03 false "two consumers of a chain, 128 of dstate and the gate in f16 need more registers than there are: ptxas spills them";
     W01 true "the state of a unit, and what the products need beside it, stay in registers";
     W02 false "BLOCK_HEAD is the narrowest that covers headdim in its number of tiles, which is a power of two";
     W03 false "at most a third of the units a block computes are padding of its group";
@@ -190,6 +191,13 @@ pub fn check_kernel(
                 "K02",
                 problem.packed.is_some() || chunks >= c.segments as usize,
                 || format!("{chunks} chunks for {} blocks", c.segments),
+            )?;
+            let crowded = c.warpgroups == 2 && problem.dstate > 64;
+            require(
+                config,
+                "K03",
+                !(crowded && problem.z && problem.dtype == Dtype::F16),
+                || format!("dstate {}, dtype {}", problem.dstate, problem.dtype),
             )?;
             64
         }

@@ -14,7 +14,7 @@ use mamba2_spec::{
 };
 use rayon::prelude::*;
 
-use crate::covering;
+use crate::covering::{self, Row};
 
 /// A factor outside the config: a key of the shape strings below, and its values.
 type Factor = (&'static str, &'static [&'static str]);
@@ -190,11 +190,82 @@ fn covering_cases(kernel: Kernel, device: &DeviceFacts) -> (Vec<Case>, usize) {
     } else {
         covering::every_value(&covering.rows)
     };
-    let cases = rows
+    let mut cases: Vec<Case> = rows
         .iter()
         .filter_map(|row| case(kernel, row).ok())
         .collect();
+    if kernel.needs_wgmma() && device.arch.has_wgmma() {
+        cases.extend(crowded_cases(kernel, device));
+    }
     (cases, covering.not_covered)
+}
+
+/// What decides the registers of a Hopper kernel, all together: which of these spill hangs on more than two of them (with bf16 initial
+/// states and 128 of dstate two consumers spilled, where each pair was seen not to).
+const CROWDING: &[Factor] = &[
+    ("dtype", &["bf16", "f16"]),
+    ("z", &["0", "1"]),
+    ("init", &["f32", "bf16"]),
+    ("p", &["64", "80"]),
+    ("n", &["128", "64", "256", "512"]),
+];
+
+/// Every combination of the compiled parameters of a Hopper kernel and of [`CROWDING`] that is legal with some value of what only moves
+/// copies ahead, `stages`, and of what is a launch argument.
+fn crowded_cases(kernel: Kernel, device: &DeviceFacts) -> Vec<Case> {
+    let parameters = KernelConfig::rows(kernel);
+    let options = factors(kernel);
+    // (position in a row, values to try), for those that are combined and those of which one legal value will do.
+    let mut combined: Vec<(usize, Vec<usize>)> = Vec::new();
+    let mut any: Vec<(usize, Vec<usize>)> = Vec::new();
+    for (i, p) in parameters.iter().enumerate() {
+        let values = (0..p.domain.len()).collect();
+        match p.cuda {
+            Some(_) if p.name != "stages" => combined.push((i, values)),
+            _ => any.push((i, values)),
+        }
+    }
+    for (key, values) in CROWDING {
+        let (at, (_, all)) = options
+            .iter()
+            .enumerate()
+            .find(|(_, (k, _))| k == key)
+            .expect("a crowding factor should be one of the options");
+        let of = |v: &&str| {
+            all.iter()
+                .position(|a| a == v)
+                .expect("its values should be the option's")
+        };
+        combined.push((parameters.len() + at, values.iter().map(|v| of(&v)).collect()));
+    }
+    let first: Row = vec![0; parameters.len() + options.len()];
+    combinations(&first, &combined)
+        .iter()
+        .filter_map(|row| {
+            combinations(row, &any)
+                .iter()
+                .filter_map(|row| case(kernel, row).ok())
+                .find(|case| case.check(device).is_ok())
+        })
+        .collect()
+}
+
+/// `row` with every combination of values at the given positions.
+fn combinations(row: &Row, positions: &[(usize, Vec<usize>)]) -> Vec<Row> {
+    let mut rows = vec![row.clone()];
+    for (at, values) in positions {
+        rows = rows
+            .iter()
+            .flat_map(|row| {
+                values.iter().map(|v| {
+                    let mut next = row.clone();
+                    next[*at] = *v;
+                    next
+                })
+            })
+            .collect();
+    }
+    rows
 }
 
 /// A config whose first broken rule is `id`, with a problem and device that break no other.
@@ -226,7 +297,7 @@ fn case_against_rule(id: &str) -> Option<Case> {
                 | KernelConfig::Sm90SwapFusedForward(_)
                 | KernelConfig::Sm90SplitSegmentState(_)
                 | KernelConfig::Sm90SplitFusedForward(_) => {}
-                KernelConfig::Sm90ChainForward(c) => c.segments = 3,
+                KernelConfig::Sm90ChainForward(c) => c.segments = 5,
                 KernelConfig::StateUpdate(c) => c.row_threads = 6,
             }
             [config, odd]
