@@ -17,6 +17,7 @@
 mod device;
 mod dtype;
 mod error;
+pub mod estimate;
 pub mod launch;
 pub mod limit;
 pub mod parameters;

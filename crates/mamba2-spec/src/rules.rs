@@ -9,7 +9,7 @@ use crate::parameters::{
 use crate::{
     Alignment, ChunkSize, DeviceFacts, Dtype, Kernel, KernelConfig, Problem, Sm90ChainConfig,
     Sm90FusedConfig, Sm90SplitFusedConfig, Sm90SwapFusedConfig, SpecError, StepProblem,
-    StrategyConfig, ThreeKernelConfig,
+    StrategyConfig, ThreeKernelConfig, estimate,
 };
 
 /// A legality rule.
@@ -59,7 +59,7 @@ rules! {
     P09 false "two heads a warpgroup in bf16 only, and a dstate above 128 without 16-bit initial states: the others need more registers, and ptxas spills them";
     K01 false "the blocks of all chains of a launch run at once, one a multiprocessor: they wait for each other";
     K02 false "every block of a chain has a chunk of an unpacked sequence";
-    K03 false "two consumers of a chain, 128 of dstate and the gate in f16 need more registers than there are: ptxas spills them";
+    K03 false "two consumers of a chain with 128 of dstate, and the gate in f16 or packed sequences, need more registers than there are: ptxas spills them";
     W01 true "the state of a unit, and what the products need beside it, stay in registers";
     W02 false "BLOCK_HEAD is the narrowest that covers headdim in its number of tiles, which is a power of two";
     W03 false "at most a third of the units a block computes are padding of its group";
@@ -193,10 +193,11 @@ pub fn check_kernel(
                 || format!("{chunks} chunks for {} blocks", c.segments),
             )?;
             let crowded = c.warpgroups == 2 && problem.dstate > 64;
+            let gate = problem.z && problem.dtype == Dtype::F16;
             require(
                 config,
                 "K03",
-                !(crowded && problem.z && problem.dtype == Dtype::F16),
+                !(crowded && (gate || problem.packed.is_some())),
                 || format!("dstate {}, dtype {}", problem.dstate, problem.dtype),
             )?;
             64
@@ -737,12 +738,7 @@ pub fn default_strategy(
     device: &DeviceFacts,
 ) -> Result<StrategyConfig, SpecError> {
     check_problem_on(problem, device)?;
-    let fused = || {
-        default_segment(problem, device, |segment| {
-            sm90_fused_for(problem, device, segment).map(StrategyConfig::Sm90Fused)
-        })
-        .map(|chosen| with_longer_segments(problem, device, chosen))
-    };
+    let fused = || default_fused(problem, device).map(StrategyConfig::Sm90Fused);
     let split = || {
         default_segment(problem, device, |segment| {
             sm90_split_fused_for(problem, device, segment).map(StrategyConfig::Sm90SplitFused)
@@ -994,24 +990,66 @@ fn default_segment(
     Some(chosen.1)
 }
 
-/// `config` with the segments that the default would take for `problem`; as it is if its strategy has none. `None` if it is not legal there.
-pub fn with_default_segment(
+/// The segment and warpgroups of the lowest estimate, the longest segment of equals. Packed sequences are of any length, which the estimate
+/// does not know: they take what gives blocks enough.
+fn default_fused(problem: &Problem, device: &DeviceFacts) -> Option<Sm90FusedConfig> {
+    let with = |segment| sm90_fused_for(problem, device, segment);
+    if problem.packed.is_some() {
+        let config = default_segment(problem, device, |segment| {
+            with(segment).map(StrategyConfig::Sm90Fused)
+        })?;
+        return match with_longer_segments(problem, device, config) {
+            StrategyConfig::Sm90Fused(c) => Some(c),
+            _ => None,
+        };
+    }
+    let one_warpgroup = |c: &Sm90FusedConfig| {
+        let mut one = *c;
+        one.segment_state.warpgroups = 1;
+        one.fused_forward.warpgroups = 1;
+        check_strategy(&StrategyConfig::Sm90Fused(one), problem, device)
+            .is_ok()
+            .then_some(one)
+    };
+    let estimate = |c: &Sm90FusedConfig| {
+        let f = &c.fused_forward;
+        estimate::fused_us(problem, device, f.segment, f.warpgroups)
+    };
+    SegmentScan::ROWS[0]
+        .domain
+        .iter()
+        .rev()
+        .filter_map(|segment| with(*segment))
+        .flat_map(|c| [Some(c), one_warpgroup(&c)])
+        .flatten()
+        .map(|c| (estimate(&c), c))
+        .reduce(|best, next| if next.0 < best.0 { next } else { best })
+        .map(|(_, c)| c)
+}
+
+/// `config` as it would be in place of the default: with its segments. `None` if it is of another strategy, is not legal here, or shares whole
+/// sequences or segments of them out among other blocks than the default does, for how many are best hangs on the size.
+pub fn in_place_of_default(
     config: &StrategyConfig,
+    default: &StrategyConfig,
     problem: &Problem,
     device: &DeviceFacts,
 ) -> Option<StrategyConfig> {
-    let legal = |c: &StrategyConfig| check_strategy(c, problem, device).is_ok();
-    match config.segment() {
-        Some(_) => default_segment(problem, device, |segment| {
-            Some(config.with_segment(segment)).filter(legal)
-        }),
-        None => Some(*config).filter(legal),
-    }
+    let adapted = match default.segment() {
+        Some(segment) => config.with_segment(segment),
+        None => *config,
+    };
+    let blocks = |c: &StrategyConfig| forward_blocks(c, problem, device);
+    let alike = matches!(default, StrategyConfig::ThreeKernel(_))
+        || blocks(&adapted) == blocks(default);
+    (config.name() == default.name()
+        && alike
+        && check_strategy(&adapted, problem, device).is_ok())
+    .then_some(adapted)
 }
 
 /// One warpgroup a block in place of two, where the blocks then fill the GPU once without a split of the sequences (no pass over x and B to sum
-/// segments: b=1, l=8192, 128 heads on an H200 145 us against 182), or where segments of less than 256 tokens become longer (they spend
-/// their time on starting up: b=4, l=1024, 8 heads 19.7 us against 24.6).
+/// segments), or where segments of less than 256 tokens become longer (they spend their time on starting up).
 fn with_longer_segments(
     problem: &Problem,
     device: &DeviceFacts,
@@ -1040,28 +1078,38 @@ fn with_longer_segments(
         }
         other => segment < 256 && other > chosen.segment(),
     };
-    with_default_segment(&one, problem, device)
-        .filter(better)
-        .unwrap_or(chosen)
+    default_segment(problem, device, |segment| {
+        let config = one.with_segment(segment);
+        check_strategy(&config, problem, device)
+            .is_ok()
+            .then_some(config)
+    })
+    .filter(better)
+    .unwrap_or(chosen)
 }
 
-/// One launch for short sequences, of four blocks each, where those run at once: on an H200 15.4 us against 18.9 for b=1, l=512, 24 heads, and
-/// 24.4 against 25.6 for l=2048. With more than 512 tokens a block, segments summed up by a launch of their own are faster (b=4, l=4096, 8
-/// heads 35.2 us against 36.5).
+/// One launch for short sequences, of four or three blocks each, where those run at once and fill two thirds of the GPU. With fewer, more and
+/// shorter segments are faster (b=1, l=2048, 12 heads on an H200 20.6 us against 25.7), with more than 512 tokens a block a sum of segments
+/// in a launch of its own.
 fn short_chain(problem: &Problem, device: &DeviceFacts) -> Option<StrategyConfig> {
-    let wanted = Sm90ChainForward {
-        segments: 4,
-        warpgroups: 1,
-        stages: 3,
-    };
-    if problem.packed.is_some() || !(512..=2048).contains(&problem.seqlen) {
+    if problem.packed.is_some() || !(512..=2048).contains(&problem.seqlen) || problem.dstate > 128 {
         return None;
     }
-    nearest(wanted, |c| {
-        (c.segments, c.warpgroups) == (wanted.segments, wanted.warpgroups)
-            && check_kernel(&KernelConfig::Sm90ChainForward(*c), problem, device).is_ok()
-    })
-    .map(|chain_forward| StrategyConfig::Sm90Chain(Sm90ChainConfig { chain_forward }))
+    let of_blocks = |segments: u32| {
+        let wanted = Sm90ChainForward {
+            segments,
+            warpgroups: 1,
+            stages: 3,
+        };
+        let chain_forward = nearest(wanted, |c| {
+            (c.segments, c.warpgroups) == (wanted.segments, wanted.warpgroups)
+                && check_kernel(&KernelConfig::Sm90ChainForward(*c), problem, device).is_ok()
+        })?;
+        let config = StrategyConfig::Sm90Chain(Sm90ChainConfig { chain_forward });
+        let fills = 3 * forward_blocks(&config, problem, device) >= 2 * u64::from(device.sm_count);
+        (fills && problem.seqlen >= 160 * segments as usize).then_some(config)
+    };
+    of_blocks(4).or_else(|| of_blocks(3))
 }
 
 /// One config for every way a strategy's kernels can agree (chunk_size and layout, or segment): the starting points of a search,

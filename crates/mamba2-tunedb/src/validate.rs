@@ -34,10 +34,10 @@ pub fn check_strategy(
     Ok(config)
 }
 
-/// What the forward record of another, similar problem says of this one. Segment lengths do not transfer, since they share out one number of
-/// tokens among the multiprocessors: they are the default's. Nor do strategies, whose crossings lie somewhere between sizes. So a record
-/// counts only where its strategy is this problem's default anyway, and its own parameters were measured to be worth something; `None` if it
-/// says nothing here.
+/// What the forward record of another, similar problem says of this one. Nothing transfers of what shares the work out among the multiprocessors
+/// (segment lengths, heads of a block), nor do strategies, whose crossings lie somewhere between sizes: those are the default's. So a record
+/// counts only where it agrees with this problem's default in them, and its other parameters were measured to be worth something; `None` if
+/// it says nothing here.
 ///
 /// # Errors
 /// As [`check_strategy`].
@@ -53,8 +53,8 @@ pub fn transfer_strategy(
     let gain = evidence
         .default_median_us
         .is_none_or(|us| us > evidence.median_us * NEAR_GAIN);
-    let adapted = (gain && config.name() == default.name())
-        .then(|| rules::with_default_segment(&config, problem, device))
+    let adapted = gain
+        .then(|| rules::in_place_of_default(&config, &default, problem, device))
         .flatten();
     if let Some(config) = &adapted {
         check_config(record, config, problem, device)?;

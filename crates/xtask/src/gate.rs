@@ -236,7 +236,7 @@ fn crowded_cases(kernel: Kernel, device: &DeviceFacts) -> Vec<Case> {
                 .position(|a| a == v)
                 .expect("its values should be the option's")
         };
-        combined.push((parameters.len() + at, values.iter().map(|v| of(&v)).collect()));
+        combined.push((parameters.len() + at, values.iter().map(of).collect()));
     }
     let first: Row = vec![0; parameters.len() + options.len()];
     combinations(&first, &combined)

@@ -1,0 +1,123 @@
+//! How long `sm90_fused` takes, by a model: what its default config is chosen by where nothing was tuned.
+//!
+//! A block takes a start-up and so much for each chunk of 64 tokens; blocks run in order, one a multiprocessor; the sum over segments runs
+//! before Y. The numbers are fitted to what the tuner chose for 96 shapes on an H200 (`benches/NOTES.md`, fourth set): of 72 it chooses the
+//! same segment and warpgroups. Its times are short of a launch and of what blocks take from each other; only their order counts.
+
+use crate::launch::SEGMENTS_WITHOUT_SCAN;
+use crate::{DeviceFacts, Problem};
+
+/// Of one block, before its first chunk. Unit: us.
+const START: f64 = 4.2;
+/// segment_scan with its launch, and what each segment adds to it; or adding up few segments in its place. Unit: us.
+const SCAN: f64 = 4.8;
+const SCAN_OF_SEGMENT: f64 = 0.17;
+const ADD: f64 = 1.0;
+/// Rows that are looked at one by one; of more, as many times these.
+const ROWS: usize = 8;
+
+/// Time of a chunk in the two passes, for the heads of one block. Unit: us.
+struct Chunk {
+    sum: f64,
+    forward: f64,
+}
+
+fn chunk(dstate: usize, warpgroups: u32) -> Chunk {
+    let (sum, forward) = match (dstate.next_multiple_of(64), warpgroups) {
+        (64, 1) => (0.41, 0.88),
+        (64, _) => (0.55, 1.35),
+        (128, 1) => (0.51, 1.12),
+        (128, _) => (0.74, 1.64),
+        (_, 1) => (0.83, 1.82),
+        (_, _) => (1.29, 3.3),
+    };
+    Chunk { sum, forward }
+}
+
+/// When the last of some blocks is done. Runs of (blocks, time of each) come in order; each block takes the multiprocessor that is free first.
+fn makespan(multiprocessors: u64, runs: impl Iterator<Item = (u64, f64)>) -> f64 {
+    // (free from, how many), the earliest last.
+    let mut free: Vec<(f64, u64)> = vec![(0.0, multiprocessors.max(1))];
+    for (mut blocks, time) in runs {
+        while blocks > 0 {
+            let Some((from, count)) = free.pop() else {
+                break;
+            };
+            let taken = blocks.min(count);
+            if count > taken {
+                free.push((from, count - taken));
+            }
+            let until = from + time;
+            let at = free.partition_point(|(t, _)| *t > until);
+            free.insert(at, (until, taken));
+            blocks -= taken;
+        }
+    }
+    free.first().map_or(0.0, |(until, _)| *until)
+}
+
+/// Estimate for rows of equal length, split into segments of so many tokens (0: not split), with one head a warpgroup. Unit: us.
+pub fn fused_us(problem: &Problem, device: &DeviceFacts, segment: u32, warpgroups: u32) -> f64 {
+    let of_chunk = chunk(problem.dstate, warpgroups);
+    let blocks =
+        (problem.ngroups * problem.heads_per_group().div_ceil(warpgroups as usize)) as u64;
+    let rows = problem.batch.clamp(1, ROWS);
+    let repeat = problem.batch as f64 / rows as f64;
+    let chunks = |tokens: usize| tokens.div_ceil(64) as f64;
+    let forward = |tokens: usize| START + chunks(tokens) * of_chunk.forward;
+    let sum = |tokens: usize| START + chunks(tokens) * of_chunk.sum;
+    let multiprocessors = u64::from(device.sm_count);
+    let length = match segment as usize {
+        0 => problem.seqlen.max(1),
+        n => n,
+    };
+    let segments = problem.seqlen.div_ceil(length).max(1);
+    let last = problem.seqlen - (segments - 1) * length;
+    let whole = (segments as u64 - 1) * blocks;
+    let forward = makespan(
+        multiprocessors,
+        (0..rows).flat_map(|_| [(whole, forward(length)), (blocks, forward(last))]),
+    );
+    if segments == 1 {
+        return forward * repeat;
+    }
+    let sum = makespan(multiprocessors, (0..rows).map(|_| (whole, sum(length))));
+    let between = if segments > SEGMENTS_WITHOUT_SCAN {
+        SCAN + SCAN_OF_SEGMENT * segments as f64
+    } else {
+        ADD
+    };
+    (forward + sum) * repeat + between
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Arch;
+
+    #[test]
+    fn blocks_take_the_multiprocessor_that_is_free_first() {
+        let of = |runs: &[(u64, f64)]| makespan(10, runs.iter().copied());
+        assert_eq!(of(&[]), 0.0);
+        assert_eq!(of(&[(10, 3.0)]), 3.0);
+        assert_eq!(of(&[(11, 3.0)]), 6.0);
+        // A short last one starts where nobody works.
+        assert_eq!(of(&[(8, 3.0), (2, 1.0)]), 3.0);
+        assert_eq!(of(&[(12, 3.0), (8, 1.0)]), 6.0);
+        assert_eq!(of(&[(12, 3.0), (9, 1.0)]), 6.0);
+        assert_eq!(of(&[(20, 3.0), (1, 1.0)]), 7.0);
+    }
+
+    #[test]
+    fn longer_sequences_take_longer() {
+        let device = DeviceFacts::assumed(Arch(90));
+        let of = |l: usize, segment: u32| {
+            let shape = format!("b=2,l={l},h=24,p=64,g=1,n=128");
+            fused_us(&shape.parse().unwrap(), &device, segment, 2)
+        };
+        for segment in [0, 512, 2048] {
+            assert!(of(16384, segment) > of(8192, segment));
+        }
+        assert!(of(16384, 0) > of(16384, 2048), "24 blocks of 132 that may work");
+    }
+}
