@@ -59,8 +59,7 @@ fn makespan(multiprocessors: u64, runs: impl Iterator<Item = (u64, f64)>) -> f64
 /// Estimate for rows of equal length, split into segments of so many tokens (0: not split), with one head a warpgroup. Unit: us.
 pub fn fused_us(problem: &Problem, device: &DeviceFacts, segment: u32, warpgroups: u32) -> f64 {
     let of_chunk = chunk(problem.dstate, warpgroups);
-    let blocks =
-        (problem.ngroups * problem.heads_per_group().div_ceil(warpgroups as usize)) as u64;
+    let blocks = (problem.ngroups * problem.heads_per_group().div_ceil(warpgroups as usize)) as u64;
     let rows = problem.batch.clamp(1, ROWS);
     let repeat = problem.batch as f64 / rows as f64;
     let chunks = |tokens: usize| tokens.div_ceil(64) as f64;
@@ -118,6 +117,9 @@ mod tests {
         for segment in [0, 512, 2048] {
             assert!(of(16384, segment) > of(8192, segment));
         }
-        assert!(of(16384, 0) > of(16384, 2048), "24 blocks of 132 that may work");
+        assert!(
+            of(16384, 0) > of(16384, 2048),
+            "24 blocks of 132 that may work"
+        );
     }
 }

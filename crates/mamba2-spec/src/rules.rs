@@ -39,6 +39,7 @@ rules! {
     F03 true "accumulators of fwd_pass_state stay within 64 registers a thread: more spills";
     F04 false "a block is not wider than the padded tensor: the rest would be work on zeros";
     F05 false "BLOCK_HEAD covers headdim, or 64 of it, or pads it less than that would: narrower blocks only read x and B more often";
+    F06 false "no four stages beside 64 accumulators a thread where BLOCK_HEAD does not divide headdim: the copies need the registers, and ptxas spills";
     O01 true "CHUNK_SIZE is a multiple of the 64-token tile";
     O02 true "the rows of a block (16 a warp) divide the chunk";
     O03 false "BLOCK_H divides the heads of a group: they share B and C";
@@ -271,6 +272,18 @@ fn check_fwd_pass_state(
     require(config, "F03", accumulators <= 64, || {
         format!("{accumulators} accumulators a thread")
     })?;
+    let ragged = !problem.headdim.is_multiple_of(c.block_head as usize);
+    require(
+        config,
+        "F06",
+        !(ragged && accumulators == 64 && c.stages == 4),
+        || {
+            format!(
+                "STAGES = {}, BLOCK_HEAD = {} for headdim {}",
+                c.stages, c.block_head, problem.headdim
+            )
+        },
+    )?;
     require(
         config,
         "F05",
@@ -312,7 +325,13 @@ fn compute_out_registers(c: &ComputeOut, problem: &Problem) -> u32 {
     } else {
         0
     };
-    y + y / 8 + 96 + 8 * c.block_h + wide + element
+    // So does a headdim that the tiles do not fill, where a block goes through more than one set of rows.
+    let ragged = if c.chunk_size == 256 && !problem.headdim.is_multiple_of(c.block_head as usize) {
+        8
+    } else {
+        0
+    };
+    y + y / 8 + 96 + 8 * c.block_h + wide + element + ragged
 }
 
 fn check_compute_out(
@@ -1040,12 +1059,10 @@ pub fn in_place_of_default(
         None => *config,
     };
     let blocks = |c: &StrategyConfig| forward_blocks(c, problem, device);
-    let alike = matches!(default, StrategyConfig::ThreeKernel(_))
-        || blocks(&adapted) == blocks(default);
-    (config.name() == default.name()
-        && alike
-        && check_strategy(&adapted, problem, device).is_ok())
-    .then_some(adapted)
+    let alike =
+        matches!(default, StrategyConfig::ThreeKernel(_)) || blocks(&adapted) == blocks(default);
+    (config.name() == default.name() && alike && check_strategy(&adapted, problem, device).is_ok())
+        .then_some(adapted)
 }
 
 /// One warpgroup a block in place of two, where the blocks then fill the GPU once without a split of the sequences (no pass over x and B to sum

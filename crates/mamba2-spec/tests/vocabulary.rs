@@ -2,8 +2,8 @@
 
 use mamba2_spec::parameters::{ComputeOut, FwdPassState, Parameters};
 use mamba2_spec::rules::{
-    RULES, agreement_defaults, alternatives, check_strategy, default_step, default_strategy,
-    default_three_kernel,
+    RULES, agreement_defaults, alternatives, check_kernel, check_strategy, default_step,
+    default_strategy, default_three_kernel,
 };
 use mamba2_spec::{
     Alignment, Arch, ChunkSize, DKind, DeviceFacts, DtLimit, Dtype, ForwardInputs, ForwardOutputs,
@@ -244,6 +244,71 @@ fn the_default_on_hopper_keeps_states_on_the_chip_and_its_workspace_small() {
             .total_bytes
             > 64 << 20
     );
+}
+
+/// Configs that were seen to spill, on an H200 or in NVRTC: legal where they do not, refused by this rule where they do.
+#[test]
+fn what_spilled_is_refused() {
+    let device = DeviceFacts::assumed(Arch(90));
+    let compute_out = "chunk_size=256,layout=bht,block_h=1,block_head=32,block_state=64,swap_ab=0,persistent=0,occupancy=2,stages=2,warps=8";
+    let state = "chunk_size=64,layout=bht,block_head=128,block_state=64,swap_ab=0,stages=4,warps=4";
+    let fused = "heads=1,segment=512,warpgroups=1,stages=2";
+    let chain = "segments=3,warpgroups=2,stages=2";
+    for (kernel, config, fine, spilled, rule) in [
+        (
+            Kernel::ComputeOut,
+            compute_out,
+            "p=32,n=128",
+            "p=80,n=128",
+            "O04",
+        ),
+        (
+            Kernel::ComputeOut,
+            compute_out,
+            "p=32,n=128",
+            "p=33,n=128",
+            "O04",
+        ),
+        (
+            Kernel::FwdPassState,
+            state,
+            "p=128,n=128",
+            "p=80,n=128",
+            "F06",
+        ),
+        (
+            Kernel::Sm90FusedForward,
+            fused,
+            "p=48,n=256,dtype=f16",
+            "p=48,n=256,init=bf16",
+            "P09",
+        ),
+        (
+            Kernel::Sm90ChainForward,
+            chain,
+            "p=64,n=128,z=1",
+            "p=64,n=128,z=1,dtype=f16",
+            "K03",
+        ),
+        (
+            Kernel::Sm90ChainForward,
+            chain,
+            "p=48,n=128",
+            "p=48,n=128,packed=3",
+            "K03",
+        ),
+    ] {
+        let config = KernelConfig::from_text(kernel, config).unwrap();
+        let check = |sizes: &str| {
+            let problem = format!("b=1,l=1400,h=8,g=1,{sizes}").parse().unwrap();
+            check_kernel(&config, &problem, &device)
+        };
+        check(fine).unwrap_or_else(|e| panic!("{fine}: {e}"));
+        match check(spilled) {
+            Err(SpecError::Rule { rule: broken, .. }) => assert_eq!(broken, rule, "{spilled}"),
+            other => panic!("{kernel} for {spilled}: {other:?}"),
+        }
+    }
 }
 
 #[test]

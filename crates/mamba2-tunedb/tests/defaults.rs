@@ -33,14 +33,7 @@ fn defaults_split_the_work_as_tuning_did_for_most_shipped_shapes() {
             ));
         }
     }
-    println!(
-        "{alike} alike; the others:\n{}",
-        others.join("\n")
-    );
+    println!("{alike} alike; the others:\n{}", others.join("\n"));
     assert!(alike > 0, "records of a GPU with 132 multiprocessors ship");
-    assert!(
-        alike >= 2 * others.len(),
-        "{alike} alike, {}",
-        others.len()
-    );
+    assert!(alike >= 2 * others.len(), "{alike} alike, {}", others.len());
 }
