@@ -343,14 +343,18 @@ fn the_whole_job_runs_is_killed_resumed_merged_verified_bundled_and_replayed_wit
 fn p1_a_second_process_measures_nothing_and_p6_held_out_shapes_are_told_with_their_distance() {
     let bench = Bench::new();
     let shape = "b=1,l=4096,h=2,p=32,g=1,n=32";
-    tune(&bench, "cache", &script(0), &["--shape", shape]).ok();
-    let again = tune(&bench, "cache", &script(0), &["--shape", shape, "--json"]).ok();
+    let near = "b=1,l=6000,h=2,p=32,g=1,n=32";
+    let mut first = script(0);
+    let (tuned, held) = (shape.parse().unwrap(), near.parse().unwrap());
+    let lending = Rule::lending(&tuned, &held, &first.device).unwrap();
+    first.rules.extend(lending);
+    tune(&bench, "cache", &first, &["--shape", shape]).ok();
+    let again = tune(&bench, "cache", &first, &["--shape", shape, "--json"]).ok();
     let counts = &report(&again)["shapes"][0]["counts"];
     assert_eq!(counts["stored"], counts["candidates"]);
     let before = snapshot(&bench.path("cache")).unwrap();
 
     // What the nearest match gives, measured beside the default: the record's parameters with segments of this length.
-    let near = "b=1,l=6000,h=2,p=32,g=1,n=32";
     let lent = db(
         &bench,
         "cache",

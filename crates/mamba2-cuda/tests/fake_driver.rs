@@ -136,7 +136,8 @@ fn jit(code: &'static [u8]) -> Jit {
 }
 
 fn problem() -> Problem {
-    "b=2,l=300,h=4,p=64,g=2,n=128,dtype=bf16,z=1"
+    // Long enough for segments, and so for a workspace.
+    "b=2,l=3000,h=4,p=64,g=2,n=128,dtype=bf16,z=1"
         .parse()
         .expect("shape")
 }

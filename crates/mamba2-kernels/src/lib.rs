@@ -9,7 +9,7 @@
 //! use mamba2_spec::{Arch, DeviceFacts, Problem, rules};
 //! let problem: Problem = "b=1,l=256,h=4,p=64,g=1,n=128".parse().unwrap();
 //! let device = DeviceFacts::assumed(Arch(90));
-//! let config = rules::default_strategy(&problem, &device).unwrap().kernels()[2];
+//! let config = rules::default_strategy(&problem, &device).unwrap().kernels()[0];
 //! let kernel = render(&config, &problem, &device);
 //! assert!(kernel.config_header.contains("DSTATE = 128"));
 //! ```

@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use mamba2_spec::{Arch, DeviceFacts, Kernel};
+use mamba2_spec::{Arch, DeviceFacts, Kernel, KernelConfig, Problem, StrategyConfig, rules};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -58,6 +58,39 @@ pub struct Rule {
     pub matches: String,
     /// What happens.
     pub act: Act,
+}
+
+impl Rule {
+    /// Make the tuning of one shape choose what counts for another as well: the default there with other stages, which leave its blocks
+    /// as they are. `None` if `sm90_fused` is not the default of both.
+    pub fn lending(tuned: &Problem, near: &Problem, device: &DeviceFacts) -> Option<Vec<Rule>> {
+        let default = |p: &Problem| match rules::default_strategy(p, device) {
+            Ok(StrategyConfig::Sm90Fused(c)) => Some(c),
+            _ => None,
+        };
+        let mut config = default(near)?;
+        let stages = &mut config.fused_forward.stages;
+        *stages = if *stages == 2 { 3 } else { 2 };
+        let of_tuned = default(tuned)?;
+        let segment = of_tuned.fused_forward.segment;
+        let kernels = StrategyConfig::Sm90Fused(config)
+            .with_segment(segment)
+            .kernels();
+        let rule = |k: &KernelConfig| Rule {
+            matches: format!("{}({})", k.kernel(), k.to_text()),
+            act: Act::Takes(1.0),
+        };
+        // Kernels that the default has too count for it only by themselves.
+        let slow = Rule {
+            matches: StrategyConfig::Sm90Fused(of_tuned).to_string(),
+            act: Act::Takes(100.0),
+        };
+        Some(
+            std::iter::once(slow)
+                .chain(kernels.iter().map(rule))
+                .collect(),
+        )
+    }
 }
 
 /// What happens to a candidate.

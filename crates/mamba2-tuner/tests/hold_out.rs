@@ -34,7 +34,17 @@ impl Tuned {
     fn new(target: &Target) -> Tuned {
         let directory = tempfile::tempdir().unwrap();
         let db = LocalDb::in_cache(&CacheDir::fixed(directory.path())).unwrap();
-        let executor = FakeExecutor::default();
+        let device = FakeExecutor::default().device().clone();
+        let rules = match (target, shape(6000)) {
+            (Target::Forward(tuned), Target::Forward(near)) => {
+                Rule::lending(tuned, &near, &device).unwrap()
+            }
+            _ => Vec::new(),
+        };
+        let executor = FakeExecutor::new(Script {
+            rules,
+            ..Script::default()
+        });
         let report = tune_target(
             target,
             &executor,
