@@ -57,7 +57,7 @@ __device__ __forceinline__ Segment locate_chain_segment(const ForwardArgs& args,
 }
 
 // Step 1: the state at the segment's end, and the whole decay, log2 units. FORWARD, the vectors of a resident segment serve step 3 as well; the
-// state is that at the segment's start and is scaled every chunk. The ring is read from `at`; with `release` unset the stages stay full.
+// state is that at the segment's start and is scaled every chunk, and the stages stay full. The ring is read from `at`.
 template <bool FORWARD>
 __device__ __forceinline__ void accumulate_segment(const Segment& s, const unsigned char* ring, const Barriers& barriers, int consumer,
                                                    RingPosition<STAGES>& at, float (&state)[STATE_REGISTERS], float& total) {

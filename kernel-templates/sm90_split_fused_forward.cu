@@ -34,7 +34,8 @@ static_assert(EXCHANGE_OFFSET + WARPGROUPS * 2 * PART_BYTES == VECTORS_OFFSET, "
 MAMBA2_REQUIRE(V02, STATE_REGISTERS + 56 <= CONSUMER_REGISTERS, "the state of a unit's slice, and what the products need beside it, must stay in registers");
 
 // Barriers behind the ring's: of the tiles of S, and of what the other block sends. There are two places for that and no barrier says that one
-// is free: who sends for chunk c + 2 has received for c + 1, which the other block sent after it had read for c.
+// is free: who sends for chunk c + 2 has received for c + 1, which the other block's threads sent after each had read for c, and stored its rows
+// from there.
 struct ForwardBarriers {
   unsigned base;
   __device__ __forceinline__ unsigned scores_full(int set) const { return base + set * 16; }

@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_segment_state(const ForwardArgs& args, int
 // The same elements of the state at the start of a segment that is not the first. It is segment_scan's, or the sum of what the few segments
 // before, at most PARTS, have made:
 //   H = exp2(total[q]) H + local[q]
-// All parts of 32 elements are under way at once, or, where there are no registers for that, one part after the other. A head past the group gets
+// All parts of some elements are under way at once, or, where there are no registers for that, one part after the other. A head past the group gets
 // another's state, for a Y that is not stored.
 template <int PARTS, int COUNT>
 __device__ __forceinline__ void load_segment_state(const ForwardArgs& args, const Segment& s, int head, int p0, int first, float (&state)[COUNT]) {

@@ -111,7 +111,8 @@ impl Scan {
         self.space = false;
         self.line_start = false;
         self.code.push(c);
-        if is_word(c) {
+        // A separator is part of its number, of which there may be more.
+        if is_word(c) || c == '\'' {
             self.word.push(c);
         } else {
             self.word.clear();
@@ -226,6 +227,7 @@ mod tests {
         }
         same(&["a = 'x'; // 'y'", "a = 'x';", "a = 'x'; /* \"*/"]);
         same(&["n = 1'000 /* it's */ + 1;", "n = 1'000 + 1;"]);
+        same(&["n = 0xAB'CD'EF /* it's */ + 1;", "n = 0xAB'CD'EF + 1;"]);
         same(&["f(R\"(a)\", 1); // \"", "f(R\"(a)\", 1);"]);
         same(&["f(\"a\" /* \" */ \"b\");", "f(\"a\"\n \"b\");"]);
     }

@@ -1,10 +1,11 @@
 //! How long `sm90_fused` takes, by a model: what its default config is chosen by where nothing was tuned.
 //!
-//! A block takes a start-up and so much for each chunk of 64 tokens; blocks run in order, one a multiprocessor; the sum over segments runs
-//! before Y. The numbers are fitted to what the tuner chose for 96 shapes on an H200 (`benches/NOTES.md`, fourth set): of 72 it chooses the
-//! same segment and warpgroups. Its times are short of a launch and of what blocks take from each other; only their order counts.
+//! A block takes a start-up and so much for each chunk of 64 tokens; blocks run in order, one a multiprocessor (sums of one warpgroup could run
+//! two, which the model leaves out); the sum over segments runs before Y. The numbers are fitted to what the tuner chose for 96 shapes on
+//! an H200 (`benches/NOTES.md`, fourth set): of 73 it chooses the same segment and warpgroups. Its times are short of a launch and of what
+//! blocks take from each other; only their order counts.
 
-use crate::launch::SEGMENTS_WITHOUT_SCAN;
+use crate::launch::adds_up;
 use crate::{DeviceFacts, Problem};
 
 /// Of one block, before its first chunk. Unit: us.
@@ -81,10 +82,10 @@ pub fn fused_us(problem: &Problem, device: &DeviceFacts, segment: u32, warpgroup
         return forward * repeat;
     }
     let sum = makespan(multiprocessors, (0..rows).map(|_| (whole, sum(length))));
-    let between = if segments > SEGMENTS_WITHOUT_SCAN {
-        SCAN + SCAN_OF_SEGMENT * segments as f64
-    } else {
+    let between = if adds_up(segments, problem.dstate) {
         ADD
+    } else {
+        SCAN + SCAN_OF_SEGMENT * segments as f64
     };
     (forward + sum) * repeat + between
 }

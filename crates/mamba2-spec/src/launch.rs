@@ -498,14 +498,20 @@ fn segment_launch(
     }
 }
 
+/// Whether sm90_fused_forward may add up so many segments of so much dstate (of all heads of a warpgroup) itself.
+pub(crate) fn adds_up(segments: usize, states: usize) -> bool {
+    segments <= SEGMENTS_WITHOUT_SCAN && states <= 128
+}
+
 /// Few segments are added up where their states are loaded: segments * (segments - 1) / 2 reads out of L2 cost less than a launch. In
 /// sm90_segment_state the first then starts from the initial state, for which it has registers beside 128 of dstate, in blocks of two
 /// warpgroups also beside twice 64 if it is float32; sm90_split_fused_forward starts each from it.
 fn needs_scan(config: &StrategyConfig, problem: &Problem) -> bool {
     match config {
         StrategyConfig::Sm90Fused(c) => {
-            segments_per_row(c.fused_forward.segment, problem) > SEGMENTS_WITHOUT_SCAN
-                || c.segment_state.heads as usize * problem.dstate > 128
+            let segments = segments_per_row(c.fused_forward.segment, problem);
+            let states = c.segment_state.heads as usize * problem.dstate;
+            !adds_up(segments, states)
                 || c.segment_state.heads > 1
                     && (c.segment_state.warpgroups == 1
                         || problem.initial_states.is_some_and(|d| d != Dtype::F32))

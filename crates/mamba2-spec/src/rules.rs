@@ -199,7 +199,15 @@ pub fn check_kernel(
                 config,
                 "K03",
                 !(crowded && (gate || problem.packed.is_some())),
-                || format!("dstate {}, dtype {}", problem.dstate, problem.dtype),
+                || {
+                    format!(
+                        "dstate {}, dtype {}, z {}, packed {}",
+                        problem.dstate,
+                        problem.dtype,
+                        problem.z,
+                        problem.packed.is_some()
+                    )
+                },
             )?;
             64
         }
@@ -746,9 +754,9 @@ pub fn legal_step_configs(problem: &StepProblem, device: &DeviceFacts) -> Vec<St
         .collect()
 }
 
-/// The untuned config for a problem: on Hopper one launch for short sequences, else the fused forward with enough segments to fill the GPU
-/// where that is legal, else the one in slices or with transposed states; elsewhere three kernels with the table's defaults, or the legal
-/// config nearest to them.
+/// The untuned config for a problem: on Hopper one launch for short sequences where that fills the GPU, else the fused forward of the lowest
+/// estimate (packed sequences: with blocks enough) where that is legal, else the one in slices or with transposed states; elsewhere three
+/// kernels with the table's defaults, or the legal config nearest to them.
 ///
 /// # Errors
 /// [`SpecError::NoConfig`] naming the sizes and the limit, if nothing fits the device.
@@ -1058,7 +1066,10 @@ pub fn in_place_of_default(
         Some(segment) => config.with_segment(segment),
         None => *config,
     };
-    let blocks = |c: &StrategyConfig| forward_blocks(c, problem, device);
+    let blocks = |c: &StrategyConfig| -> Vec<u64> {
+        let work = |k: &KernelConfig| kernel_launch(k, problem, device).work_items;
+        c.kernels().iter().map(work).collect()
+    };
     let alike =
         matches!(default, StrategyConfig::ThreeKernel(_)) || blocks(&adapted) == blocks(default);
     (config.name() == default.name() && alike && check_strategy(&adapted, problem, device).is_ok())

@@ -1,6 +1,6 @@
 //! What the vocabulary promises: texts that read back, tables that agree, rules that leave something legal everywhere.
 
-use mamba2_spec::parameters::{ComputeOut, FwdPassState, Parameters};
+use mamba2_spec::parameters::{ComputeOut, FwdPassState, Parameters, Sm90ChainForward};
 use mamba2_spec::rules::{
     RULES, agreement_defaults, alternatives, check_kernel, check_strategy, default_step,
     default_strategy, default_three_kernel,
@@ -244,6 +244,15 @@ fn the_default_on_hopper_keeps_states_on_the_chip_and_its_workspace_small() {
             .total_bytes
             > 64 << 20
     );
+}
+
+/// The blocks of a chain add up what those before them have stored, with room for so many.
+#[test]
+fn a_chain_has_no_more_blocks_than_it_can_add_up() {
+    let row = &Sm90ChainForward::ROWS[0];
+    assert_eq!(row.name, "segments");
+    let most = row.domain.iter().max().unwrap();
+    assert!(*most as usize <= launch::SEGMENTS_WITHOUT_SCAN);
 }
 
 /// Configs that were seen to spill, on an H200 or in NVRTC: legal where they do not, refused by this rule where they do.

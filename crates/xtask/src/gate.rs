@@ -200,8 +200,9 @@ fn covering_cases(kernel: Kernel, device: &DeviceFacts) -> (Vec<Case>, usize) {
     (cases, covering.not_covered)
 }
 
-/// What decides the registers of a Hopper kernel, all together: which of these spill hangs on more than two of them (with bf16 initial
-/// states and 128 of dstate two consumers spilled, where each pair was seen not to).
+/// Most of what decides the registers of a Hopper kernel, all together: which of these spill hangs on more than two of them (with bf16 initial
+/// states and 128 of dstate two consumers spilled, where each pair was seen not to). Packed sequences, final states and D come in pairs
+/// only, for the time it takes.
 const CROWDING: &[Factor] = &[
     ("dtype", &["bf16", "f16"]),
     ("z", &["0", "1"]),

@@ -19,6 +19,10 @@ const SEGMENT_TAIL: usize = 64 + 37;
 /// Up to here a twin has three segments, so that a state passes through one; longer ones have two.
 const SHORT_SEGMENT: usize = 1024;
 
+/// Of a chain: in each of up to four blocks more chunks than a ring of up to four holds, so that a block goes through them twice, as in long
+/// sequences.
+const CHAIN_TOKENS: usize = 4 * 5 * 64 - 27;
+
 /// Heads per group of a twin: the fewest, 8 or more, that leave the same remainder by 8 and are not a multiple of 3 where the problem's
 /// are none; fewer than that stay as they are. At most 23.
 ///
@@ -43,6 +47,9 @@ fn groups(of_problem: usize, heads_per_group: usize) -> usize {
 /// Tokens that a strategy needs to be legal and to have several of everything that it splits a sequence into.
 fn tokens(config: &StrategyConfig, large: bool) -> usize {
     let least = if large { FEW_TOKENS } else { TOKENS };
+    if matches!(config, StrategyConfig::Sm90Chain(_)) {
+        return CHAIN_TOKENS;
+    }
     match config.segment().unwrap_or(0) as usize {
         0 => least,
         s if s <= SHORT_SEGMENT => least.max(2 * s + SEGMENT_TAIL),
@@ -73,7 +80,7 @@ pub fn of_forward(problem: &Problem, config: &StrategyConfig) -> Problem {
     twin.batch = if problem.packed.is_some() || nheads > 16 || tokens > TOKENS {
         1
     } else {
-        most.min(2)
+        2
     };
     twin.packed = problem.packed.map(|_| most.min(SEQUENCES));
     twin
