@@ -226,7 +226,12 @@ fn crowded_cases(kernel: Kernel, device: &DeviceFacts) -> Vec<Case> {
             _ => any.push((i, values)),
         }
     }
-    for (key, values) in CROWDING {
+    // The sums over segments have no Y, and so no gate.
+    let sums = matches!(
+        kernel,
+        Kernel::Sm90SegmentState | Kernel::Sm90SwapSegmentState | Kernel::Sm90SplitSegmentState
+    );
+    for (key, values) in CROWDING.iter().filter(|(key, _)| !(sums && *key == "z")) {
         let (at, (_, all)) = options
             .iter()
             .enumerate()
