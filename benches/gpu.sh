@@ -4,7 +4,7 @@
 #   gpu.sh OUT_DIR [PART[:REGEX]...]        parts in this order if none is named: a b c d e f
 #
 #   a  the reference cases, `mamba2 run --check`
-#   b  ring 2: GPU tests of the libraries, of the options, and of every config (complete for bf16 at six small shapes)
+#   b  ring 2: GPU tests of the libraries, of the options, and of every config (complete for bf16 at seven small shapes)
 #   c  compute-sanitizer, memcheck and racecheck, over ring 2's small set
 #   d  decode steps beside mamba_ssm's, cost of options, host cost, first call of a process
 #   e  tuning of the shapes that are compared, then their times beside mamba_ssm's
@@ -161,7 +161,7 @@ each_test() { # PREFIX LOG REGEX COMMAND... EXECUTABLE
   done
 }
 
-small='one_token_past|one_token_short|full_chunks|at_one_token|more_work|tail_of_63'
+small='one_token_past|one_token_short|full_chunks|at_one_token|more_work|tail_of_63|two_slices'
 
 each_case() { # PREFIX ARGUMENTS...
   local prefix=$1 file found=0

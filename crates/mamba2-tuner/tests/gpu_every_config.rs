@@ -18,8 +18,8 @@ use mamba2_tuner::gpu::{Oracle, Placement};
 use mamba2_tuner::{Candidate, Failure, Target};
 
 /// Tails 1, Q - 1, Q and Q + 1 for every chunk size Q; more work items than a persistent grid has blocks in the fifth. The
-/// last three have several segments, ragged, for strategies that split sequences.
-const SHAPES: [&str; 9] = [
+/// last four have several segments, ragged, for strategies that split sequences; the last of them is for clusters of two blocks.
+const SHAPES: [&str; 10] = [
     "b=2,l=257,h=4,p=64,g=1,n=128",
     "b=1,l=255,h=6,p=32,g=3,n=16",
     "b=1,l=256,h=8,p=80,g=8,n=64",
@@ -29,6 +29,7 @@ const SHAPES: [&str; 9] = [
     "b=2,l=1153,h=6,p=64,g=2,n=128",
     "b=1,l=2111,h=4,p=48,g=1,n=256",
     "b=1,l=8321,h=2,p=64,g=1,n=64",
+    "b=1,l=705,h=3,p=64,g=1,n=320",
 ];
 
 fn subset() -> Option<usize> {
@@ -99,6 +100,7 @@ every_config! {
     every_config_is_right_in_bf16_with_segments_up_to_1024: 6, Bf16;
     every_config_is_right_in_bf16_with_segments_up_to_2048_and_dstate_256: 7, Bf16;
     every_config_is_right_in_bf16_with_segments_up_to_8192: 8, Bf16;
+    every_config_is_right_in_bf16_in_two_slices_of_dstate: 9, Bf16;
     every_config_is_right_in_f16_one_token_past_the_chunk: 0, F16;
     every_config_is_right_in_f16_one_token_short_of_the_chunk_with_3_groups: 1, F16;
     every_config_is_right_in_f16_at_full_chunks_with_8_groups_and_headdim_80: 2, F16;
@@ -106,6 +108,7 @@ every_config! {
     every_config_is_right_in_f16_with_more_work_than_blocks: 4, F16;
     every_config_is_right_in_f16_with_8_groups_and_a_tail_of_63: 5, F16;
     every_config_is_right_in_f16_with_segments_up_to_1024: 6, F16;
+    every_config_is_right_in_f16_in_two_slices_of_dstate: 9, F16;
     every_config_is_right_in_f32_one_token_past_the_chunk: 0, F32;
     every_config_is_right_in_f32_one_token_short_of_the_chunk_with_3_groups: 1, F32;
     every_config_is_right_in_f32_at_full_chunks_with_8_groups_and_headdim_80: 2, F32;
