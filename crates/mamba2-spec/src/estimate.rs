@@ -14,7 +14,7 @@ const START: f64 = 4.2;
 const SCAN: f64 = 4.8;
 const SCAN_OF_SEGMENT: f64 = 0.17;
 const ADD: f64 = 1.0;
-/// Rows that are looked at one by one; of more, as many times these.
+/// Rows that are looked at one by one; of more, all whole segments come before all last ones.
 const ROWS: usize = 8;
 
 /// Time of a chunk in the two passes, for the heads of one block. Unit: us.
@@ -44,6 +44,12 @@ fn makespan(multiprocessors: u64, runs: impl Iterator<Item = (u64, f64)>) -> f64
             let Some((from, count)) = free.pop() else {
                 break;
             };
+            if free.is_empty() && blocks >= count {
+                let waves = blocks / count;
+                blocks -= waves * count;
+                free.push((from + waves as f64 * time, count));
+                continue;
+            }
             let taken = blocks.min(count);
             if count > taken {
                 free.push((from, count - taken));
@@ -61,8 +67,7 @@ fn makespan(multiprocessors: u64, runs: impl Iterator<Item = (u64, f64)>) -> f64
 pub fn fused_us(problem: &Problem, device: &DeviceFacts, segment: u32, warpgroups: u32) -> f64 {
     let of_chunk = chunk(problem.dstate, warpgroups);
     let blocks = (problem.ngroups * problem.heads_per_group().div_ceil(warpgroups as usize)) as u64;
-    let rows = problem.batch.clamp(1, ROWS);
-    let repeat = problem.batch as f64 / rows as f64;
+    let rows = problem.batch.max(1);
     let chunks = |tokens: usize| tokens.div_ceil(64) as f64;
     let forward = |tokens: usize| START + chunks(tokens) * of_chunk.forward;
     let sum = |tokens: usize| START + chunks(tokens) * of_chunk.sum;
@@ -74,20 +79,27 @@ pub fn fused_us(problem: &Problem, device: &DeviceFacts, segment: u32, warpgroup
     let segments = problem.seqlen.div_ceil(length).max(1);
     let last = problem.seqlen - (segments - 1) * length;
     let whole = (segments as u64 - 1) * blocks;
-    let forward = makespan(
-        multiprocessors,
-        (0..rows).flat_map(|_| [(whole, forward(length)), (blocks, forward(last))]),
-    );
+    let (times, of_each) = if rows <= ROWS {
+        (rows, 1)
+    } else {
+        (1, rows as u64)
+    };
+    let row = [
+        (of_each * whole, forward(length)),
+        (of_each * blocks, forward(last)),
+    ];
+    let forward = makespan(multiprocessors, (0..times).flat_map(|_| row));
     if segments == 1 {
-        return forward * repeat;
+        return forward;
     }
-    let sum = makespan(multiprocessors, (0..rows).map(|_| (whole, sum(length))));
+    let all = (rows as u64 * whole, sum(length));
+    let sum = makespan(multiprocessors, std::iter::once(all));
     let between = if adds_up(segments, problem.dstate) {
         ADD
     } else {
         SCAN + SCAN_OF_SEGMENT * segments as f64
     };
-    (forward + sum) * repeat + between
+    forward + sum + between
 }
 
 #[cfg(test)]
@@ -106,6 +118,17 @@ mod tests {
         assert_eq!(of(&[(12, 3.0), (8, 1.0)]), 6.0);
         assert_eq!(of(&[(12, 3.0), (9, 1.0)]), 6.0);
         assert_eq!(of(&[(20, 3.0), (1, 1.0)]), 7.0);
+    }
+
+    #[test]
+    fn many_short_rows_are_not_split() {
+        let device = DeviceFacts::assumed(Arch(90));
+        for batch in [9, 64, 1000, 100_000] {
+            let shape = format!("b={batch},l=512,h=16,p=64,g=1,n=128");
+            let problem = shape.parse().unwrap();
+            let of = |segment| fused_us(&problem, &device, segment, 1);
+            assert!(of(0) < of(128), "{shape}: {} {}", of(0), of(128));
+        }
     }
 
     #[test]
