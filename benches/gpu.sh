@@ -203,7 +203,7 @@ part_c() {
   for tool in memcheck racecheck; do
     # Hopper's barriers compiled so that the tool can follow them.
     if [ "$tool" = racecheck ]; then export MAMBA2_RACECHECK=1; fi
-    each_test "c/$tool-" sanitize.log "bf16.*($small|segments_up_to_1024)|f(16|32)_one_token_past|decode" \
+    each_test "c/$tool-" sanitize.log "bf16.*($small|segments_up_to_(1024|2048))|f(16|32)_one_token_past|decode" \
       compute-sanitizer --tool "$tool" --error-exitcode 9 "$every"
     options_regex='^(n8_|decode_|empty_)'
     # Reads past the end are memcheck's; under racecheck its hundred problems would take minutes.

@@ -8,8 +8,7 @@
 //
 // Grid   one block per (sequence, segment, HEADS_BLOCK heads)
 // Block  a producer warpgroup, WARPGROUPS consumers of HEADS heads each, a score warpgroup
-// Shared barriers, then the ring (common/sm90_pipeline.cuh), then S [WARPGROUPS][SCORE_SLOTS boxes]
-//        and Y [WARPGROUPS][OUTPUT_SLOTS boxes]
+// Shared barriers, then the ring (common/sm90_pipeline.cuh), then S [SETS][SCORE_SLOTS boxes], Y [SETS][OUTPUT_SLOTS boxes], and what slices exchange
 // Tail   as in common/sm90_pipeline.cuh; rows past the segment are not stored
 // Source Dao and Gu 2024, section 6, all steps in one pass
 #include "mamba2_config.cuh"
@@ -18,14 +17,27 @@ constexpr bool WITH_C = true;
 
 #include "common/sm90_forward.cuh"
 
-static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + SCORES_BYTES + OUTPUT_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + SCORES_BYTES + OUTPUT_BYTES + EXCHANGE_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
 
-__device__ __forceinline__ void load_start_state(const ForwardArgs& args, const Segment& s, int head, float (&state)[STATE_REGISTERS]) {
-  if (s.index == 0) {
-    load_initial_state(args, s, head, 0, 0, state);
-  } else {
-    constexpr int PARTS = DSTATE > 128 ? 1 : SEGMENTS_WITHOUT_SCAN - 1;  // launch.rs, needs_scan
-    load_segment_state<PARTS>(args, s, head, 0, 0, state);
+// The states of a consumer's heads from `head` on at the segment's start, or their slices from dstate n0 on. What does not wait for other kernels
+// comes first.
+constexpr bool MAY_ADD = HEADS * STATE_REGISTERS <= 64;  // launch.rs, needs_scan
+constexpr bool CROWDED = WARPGROUPS > 1 && (PACKED || (INITIAL_DTYPE >= 0 && INITIAL_DTYPE != 2));
+constexpr int AT_ONCE = CROWDED ? 1 : SEGMENTS_WITHOUT_SCAN - 1, VECTORS_AT_ONCE = CROWDED || WARPGROUPS == 1 ? 8 : 4;
+__device__ __forceinline__ void load_start_states(const ForwardArgs& args, const Segment& s, int head, int n0, float (&state)[HEADS][STATE_REGISTERS]) {
+  if (s.index == 0 || (MAY_ADD && !args.scanned)) {
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) load_initial_state(args, s, head + h, 0, n0, state[h]);
+  }
+  wait_for_states(s);
+  if (s.index == 0) return;
+#pragma unroll
+  for (int h = 0; h < HEADS; ++h) {
+    if (!MAY_ADD || args.scanned) {
+      load_segment_state(args, s, head + h, 0, n0 / 8, state[h]);
+    } else {
+      add_segment_states<AT_ONCE, VECTORS_AT_ONCE>(args, s, head + h, 0, n0 / 8, state[h], [] {});
+    }
   }
 }
 
@@ -41,11 +53,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
   const Segment located = locate_segment(args, blockIdx.x);
   if (located.tokens < 0) return;
   Segment& s = *reinterpret_cast<Segment*>(smem + SEGMENT_OFFSET);
-  if (threadIdx.x == 0) {
-    s = located;
-    score_barriers.init();
-    if (STORES_APART) output_barriers.init();
-  }
+  if (threadIdx.x == 0) s = located;
+  if (threadIdx.x == 32) score_barriers.init();
+  if (STORES_APART && threadIdx.x == 64) output_barriers.init();
   one_thread_if(copies(), [&] { barriers.init(); });
   __syncthreads();
 
@@ -62,19 +72,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_fused_
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
+    const int head = first_head(s) + heads_of(consumer) * HEADS, n0 = first_dstate(slice_of(consumer));
     HeadD d[HEADS];
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h) d[h] = HeadD(args, s, first_head(s) + consumer * HEADS + h);
+    for (int h = 0; h < HEADS; ++h) d[h] = HeadD(args, s, head + h);
     float state[HEADS][STATE_REGISTERS];
-    wait_for_states(s);
-#pragma unroll
-    for (int h = 0; h < HEADS; ++h) load_start_state(args, s, first_head(s) + consumer * HEADS + h, state[h]);
+    load_start_states(args, s, head, n0, state);
 
     RingPosition<STAGES> at;
     forward_segment(args, maps, s, ring, tiles, tiles + SCORES_BYTES, barriers, score_barriers, output_barriers, consumer, d, at, state);
     if (s.last) {
 #pragma unroll
-      for (int h = 0; h < HEADS; ++h) store_final_state(args, s, first_head(s) + consumer * HEADS + h, 0, 0, state[h]);
+      for (int h = 0; h < HEADS; ++h) store_final_state(args, s, head + h, 0, n0, state[h]);
     }
     wait_at_the_end(s);
   }

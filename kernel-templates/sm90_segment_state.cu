@@ -1,9 +1,8 @@
 // sm90_segment_state, for every segment but the last of each sequence, and every head:
 //   local[s, h, p, n] = sum_l exp2(G_end - G_l) dt_l x[l, h, p] B[l, n]    the segment's state from a zero start, float32
 //   total[s, h]       = G_end                                              its whole decay, log2 units
-// segment_scan turns them into the state at each segment's start. Where it is not launched (few segments), sm90_fused_forward adds them up, and
-// the first of a sequence starts from the initial state here. Chunks are taken from the last to the first: what follows a chunk is known then,
-// its decay goes into w, and the sum is never scaled.
+// segment_scan turns them into the state at each segment's start, or, where it is not launched (few segments), sm90_fused_forward adds them up.
+// Chunks are taken from the last to the first: what follows a chunk is known then, its decay goes into w, and the sum is never scaled.
 //
 // Grid   one block per (sequence, segment, HEADS_BLOCK heads)
 // Block  a producer warpgroup and WARPGROUPS consumers of HEADS heads each; see common/sm90_pipeline.cuh
@@ -15,9 +14,6 @@ constexpr bool WITH_C = false;
 #include "common/sm90_pipeline.cuh"
 
 static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
-
-// The initial state is held beside the sum where there are registers for it; with others segment_scan is launched (launch.rs, needs_scan).
-constexpr bool MAY_START_FROM_INITIAL = INITIAL_DTYPE >= 0 && HEADS * STATE_REGISTERS <= 64 && (HEADS == 1 || (WARPGROUPS == 2 && INITIAL_DTYPE == 2));
 
 // The consumer's part: the sum over all chunks, and the whole decay, log2 units.
 __device__ __forceinline__ void sum_segment(const Segment& s, const unsigned char* ring, const Barriers& barriers, int consumer,
@@ -69,25 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_segmen
     const int consumer = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // known to be uniform
     float state[HEADS][STATE_REGISTERS];
     float total[HEADS];
-    const bool starts_from_initial = MAY_START_FROM_INITIAL && s.index == 0 && !args.scanned;
-    float initial[HEADS][STATE_REGISTERS];
-    if constexpr (MAY_START_FROM_INITIAL) {
-      if (starts_from_initial) {
-#pragma unroll
-        for (int h = 0; h < HEADS; ++h) load_initial_state(args, s, first_head(s) + consumer * HEADS + h, 0, 0, initial[h]);
-      }
-    }
     sum_segment(s, ring, barriers, consumer, state, total);
-    if constexpr (MAY_START_FROM_INITIAL) {
-      if (starts_from_initial) {
-#pragma unroll
-        for (int h = 0; h < HEADS; ++h) {
-          const float decay = ex2_approx(fminf(total[h], 0.f));
-#pragma unroll
-          for (int i = 0; i < STATE_REGISTERS; ++i) state[h][i] += decay * initial[h][i];
-        }
-      }
-    }
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
       const int head = first_head(s) + consumer * HEADS + h;

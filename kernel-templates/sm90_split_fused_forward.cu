@@ -31,7 +31,7 @@ constexpr int Z_OFFSET = SCORES_OFFSET + VECTOR_SETS * BOX_BYTES;
 constexpr int EXCHANGE_OFFSET = Z_OFFSET + (HAS_Z ? WARPGROUPS * OWN_BYTES : 0);
 static_assert(EXCHANGE_OFFSET + WARPGROUPS * 2 * PART_BYTES == VECTORS_OFFSET, "launch.rs carves the same shared memory");
 
-MAMBA2_REQUIRE(V02, STATE_REGISTERS + 56 <= CONSUMER_REGISTERS, "the state of a unit's slice, and what the products need beside it, must stay in registers");
+static_assert(STATE_REGISTERS + 56 <= CONSUMER_REGISTERS, "the state of a unit's slice, and what the products need beside it, must stay in registers");
 
 // Barriers behind the ring's: of the tiles of S, and of what the other block sends. There are two places for that and no barrier says that one
 // is free: who sends for chunk c + 2 has received for c + 1, which the other block's threads sent after each had read for c, and stored its rows
@@ -42,7 +42,7 @@ struct ForwardBarriers {
   __device__ __forceinline__ unsigned scores_empty(int set) const { return base + set * 16 + 8; }
   __device__ __forceinline__ unsigned received(int consumer, int place) const { return base + 32 + (consumer * 2 + place) * 8; }
   __device__ __forceinline__ void init() const {
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 64) {
       for (int i = 0; i < VECTOR_SETS; ++i) {
         mbarrier_init(scores_full(i), 4 * WARP_ARRIVALS);
         mbarrier_init(scores_empty(i), 4 * WARPGROUPS / VECTOR_SETS * WARP_ARRIVALS);
@@ -241,9 +241,9 @@ __device__ __forceinline__ void load_start_state(const ForwardArgs& args, const 
   for (int piece = 0; piece < PIECES; ++piece) {
     const int first = n0 / 8 + piece * PIECE_BOXES * 8;
     if (!MAY_ADD || args.scanned) {
-      load_segment_state<1>(args, s, unit.head, unit.p0, first, state[piece]);
+      load_segment_state(args, s, unit.head, unit.p0, first, state[piece]);
     } else {
-      add_segment_states(args, s, unit.head, unit.p0, first, state[piece]);
+      add_segment_states<1, 8>(args, s, unit.head, unit.p0, first, state[piece], [] {});
     }
   }
 }

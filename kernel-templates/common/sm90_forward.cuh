@@ -8,29 +8,32 @@
 
 #include "common/sm90_pipeline.cuh"
 
-// Tiles of S [64 x 64] that wait for each consumer, and boxes of Y that it fills while the one before is stored.
+// Tiles of S [64 x 64] that wait for the consumer or consumers of a head, and boxes of Y that they fill while the one before is stored.
+constexpr int SETS = WARPGROUPS / SLICES;
 constexpr int SCORE_SLOTS = 2;
-constexpr int SCORES_BYTES = WARPGROUPS * SCORE_SLOTS * BOX_BYTES;
+constexpr int SCORES_BYTES = SETS * SCORE_SLOTS * BOX_BYTES;
 constexpr int OUTPUT_SLOTS = 2;
-constexpr int OUTPUT_BYTES = WARPGROUPS * OUTPUT_SLOTS * BOX_BYTES;
+constexpr int OUTPUT_BYTES = SETS * OUTPUT_SLOTS * BOX_BYTES;
+// What the slices of a head hand each other: half of the tokens of their H C^T, float32.
+constexpr int EXCHANGE_BYTES = SLICES == 1 ? 0 : 2 * BOX_BYTES;
 
 // A full and an empty barrier per tile of S, behind the ring's.
 struct ScoreBarriers {
   unsigned base;
-  __device__ __forceinline__ unsigned full(int consumer, int slot) const { return base + (consumer * SCORE_SLOTS + slot) * 16; }
-  __device__ __forceinline__ unsigned empty(int consumer, int slot) const { return full(consumer, slot) + 8; }
+  __device__ __forceinline__ unsigned full(int set, int slot) const { return base + (set * SCORE_SLOTS + slot) * 16; }
+  __device__ __forceinline__ unsigned empty(int set, int slot) const { return full(set, slot) + 8; }
   __device__ __forceinline__ void init() const {
 #pragma unroll 1
-    for (int i = 0; i < WARPGROUPS * SCORE_SLOTS; ++i) {
+    for (int i = 0; i < SETS * SCORE_SLOTS; ++i) {
       mbarrier_init(full(0, i), 4 * WARP_ARRIVALS);
-      mbarrier_init(empty(0, i), 4 * WARP_ARRIVALS);
+      mbarrier_init(empty(0, i), 4 * SLICES * WARP_ARRIVALS);
     }
     fence_mbarrier_init();
   }
 };
 constexpr int SCORE_BARRIERS_OFFSET = STAGES * 16;
 
-// The same per box of Y of a lone consumer, behind those.
+// The same per box of Y of a lone head, behind those.
 struct OutputBarriers {
   unsigned base;
   __device__ __forceinline__ unsigned full(int slot) const { return base + slot * 16; }
@@ -38,17 +41,15 @@ struct OutputBarriers {
   __device__ __forceinline__ void init() const {
 #pragma unroll 1
     for (int i = 0; i < OUTPUT_SLOTS; ++i) {
-      mbarrier_init(full(i), 4 * WARP_ARRIVALS);
+      mbarrier_init(full(i), 4 * SLICES * WARP_ARRIVALS);
       mbarrier_init(empty(i), 1);
     }
     fence_mbarrier_init();
   }
 };
-constexpr int OUTPUT_BARRIERS_OFFSET = SCORE_BARRIERS_OFFSET + WARPGROUPS * SCORE_SLOTS * 16;
+constexpr int OUTPUT_BARRIERS_OFFSET = SCORE_BARRIERS_OFFSET + SETS * SCORE_SLOTS * 16;
 static_assert(OUTPUT_BARRIERS_OFFSET + OUTPUT_SLOTS * 16 <= TAIL_BARRIER_OFFSET);
-__device__ __forceinline__ unsigned char* score_tile(unsigned char* tiles, int consumer, int slot) {
-  return tiles + (consumer * SCORE_SLOTS + slot) * BOX_BYTES;
-}
+__device__ __forceinline__ unsigned char* score_tile(unsigned char* tiles, int set, int slot) { return tiles + (set * SCORE_SLOTS + slot) * BOX_BYTES; }
 
 // D [64 x 64] (+)= the [64][K] boxes at `a` times the [64][K] boxes at `b` transposed, K = dstate.
 __device__ __forceinline__ void start_product_over_dstate(float (&d)[32], const unsigned char* a, const unsigned char* b) {
@@ -62,11 +63,11 @@ __device__ __forceinline__ void start_product_over_dstate(float (&d)[32], const 
 
 // Starts Y^T [headdim x 64 tokens] = H C^T, H the state rounded to X_DTYPE: its registers are operand A already. Then scales the state by the
 // chunk's decay and starts H += (w x)^T B behind it, so that the tensor cores have work while Y is on its way through the rest. Two groups are
-// in flight at the end, of which the first is Y. Large states go part by part, for the registers' sake.
+// in flight at the end, of which the first is Y. Large states go part by part, for the registers' sake. Of C and B the consumer's slice.
 __device__ __forceinline__ void start_state_products(float (&y)[32], float (&state)[STATE_REGISTERS], const FragmentA<X> (&weighted_x)[4],
-                                                     const unsigned char* stage, const Vectors& v) {
-  constexpr int STEPS = DSTATE_PADDED / 16, PART = HEADS * STATE_REGISTERS > 64 ? 4 : STEPS;
-  const WgmmaDescriptor<128> c(smem_address(stage), 0);
+                                                     const unsigned char* stage, int slice, const Vectors& v) {
+  constexpr int STEPS = STATE_REGISTERS / 8, PART = HEADS * STATE_REGISTERS > 64 ? 4 : STEPS;
+  const WgmmaDescriptor<128> c(smem_address(stage) + slice * SLICE_BYTES, 0);
 #pragma unroll
   for (int part = 0; part < STEPS; part += PART) {
     FragmentA<X> h[PART];
@@ -81,7 +82,7 @@ __device__ __forceinline__ void start_state_products(float (&y)[32], float (&sta
     wgmma_commit_group();
     if (part + PART < STEPS) wgmma_wait_group<0>();
   }
-  start_state_update(state, weighted_x, stage + B_OFFSET);
+  start_state_update(state, weighted_x, stage + B_OFFSET + slice * SLICE_BYTES);
   wgmma_commit_group();
 }
 
@@ -99,12 +100,13 @@ struct HeadD {
   }
 };
 
-// Adds D x, applies the gate, and leaves Y [64 tokens x headdim] in a box of shared memory.
-__device__ __forceinline__ void finish_output(const HeadD& d, float (&y)[32], const FragmentA<X> (&x)[4], const unsigned char* x_box,
+// Adds D x, applies the gate, and leaves the tokens from 16 first on of Y [64 tokens x headdim] in a box of shared memory; x^T is theirs.
+template <int STEPS>
+__device__ __forceinline__ void finish_output(const HeadD& d, float (&y)[8 * STEPS], const FragmentA<X> (&x)[STEPS], int first, const unsigned char* x_box,
                                               unsigned char* box) {
   if constexpr (D_KIND > 0) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
+    for (int k = 0; k < STEPS; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 v = unpack(x[k].pair[i]);
@@ -114,8 +116,8 @@ __device__ __forceinline__ void finish_output(const HeadD& d, float (&y)[32], co
   }
   if constexpr (HAS_Z) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const FragmentA<X> z = load_transposed(x_box + (Z_OFFSET - X_OFFSET), k);
+    for (int k = 0; k < STEPS; ++k) {
+      const FragmentA<X> z = load_transposed(x_box + (Z_OFFSET - X_OFFSET), first + k);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 v = unpack(z.pair[i]);
@@ -125,9 +127,9 @@ __device__ __forceinline__ void finish_output(const HeadD& d, float (&y)[32], co
     }
   }
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
+  for (int k = 0; k < STEPS; ++k) {
     const float* v = y + 8 * k;
-    stmatrix_x4_trans(transposed_at(box, k), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits, pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
+    stmatrix_x4_trans(transposed_at(box, first + k), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits, pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);
   }
   fence_proxy_async();
 }
@@ -148,8 +150,8 @@ __device__ __forceinline__ void store_rows(const ForwardArgs& args, const Segmen
 }
 __device__ __forceinline__ bool ends_inside(const Segment& s, int token) { return PACKED && s.tokens - token < CHUNK; }
 
-// Who stores Y. A lone consumer hands its boxes to a warp of the producer that has nothing to do, and waits neither for all of its warps nor for the
-// store's start: 4 % of 1 x 8192 x 128 heads. With two that were 4 % more, of which ncu says only that all wait longer for each other.
+// Who stores Y. That of a lone head goes to a warp of the producer that has nothing to do, and its consumer waits neither for all of its warps nor
+// for the store's start: 4 % of 1 x 8192 x 128 heads. With two that were 4 % more, of which ncu says only that all wait longer for each other.
 constexpr bool STORES_APART = HEADS_BLOCK == 1;
 
 // The consumer's warpgroup stores a box. The box was stored from two calls ago: the thread that starts the stores has seen to it before the barrier
@@ -220,14 +222,14 @@ __device__ __forceinline__ void make_scores(const Segment& s, const unsigned cha
 #pragma unroll 1
     for (int h = 0; h < HEADS; ++h) {
 #pragma unroll 1
-      for (int consumer = 0; consumer < WARPGROUPS; ++consumer) {
-        wait_barrier(score_barriers.empty(consumer, to.stage), to.parity ^ 1);
-        const unsigned tile = smem_address(score_tile(tiles, consumer, to.stage));
-        decay_scores<true>(scores, vectors_of(stage, consumer * HEADS + h), threadIdx.x, 0, [&](int k, const FragmentA<X>& a) {
+      for (int set = 0; set < SETS; ++set) {
+        wait_barrier(score_barriers.empty(set, to.stage), to.parity ^ 1);
+        const unsigned tile = smem_address(score_tile(tiles, set, to.stage));
+        decay_scores<true>(scores, vectors_of(stage, set * HEADS + h), threadIdx.x, 0, [&](int k, const FragmentA<X>& a) {
           stmatrix_x4(tile + swizzled(row, 2 * k + lane / 16), a.pair[0].bits, a.pair[1].bits, a.pair[2].bits, a.pair[3].bits);
         });
         fence_proxy_async();
-        arrive_warp(score_barriers.full(consumer, to.stage));
+        arrive_warp(score_barriers.full(set, to.stage));
       }
       to.advance();
     }
@@ -235,27 +237,55 @@ __device__ __forceinline__ void make_scores(const Segment& s, const unsigned cha
   }
 }
 
+// Two slices: adds both parts of Y^T, each consumer for half of the tokens, which are `own` then. Each writes what is the other's, and waits: before,
+// until that was read which it has written a chunk ago.
+__device__ __forceinline__ void exchange_output(const float (&y)[32], float (&own)[16], int slice, float4* place, bool written_before) {
+  constexpr int WRITTEN = WARPGROUPS + 1, READ = WARPGROUPS + 2, THREADS_OF_BOTH = 256;
+  const int thread = threadIdx.x % 128;
+  if (written_before) bar_sync(READ, THREADS_OF_BOTH);
+  float4* to = place + slice * 512 + thread;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* low = y + 4 * i;
+    const float* high = low + 16;
+    to[i * 128] = slice == 0 ? make_float4(high[0], high[1], high[2], high[3]) : make_float4(low[0], low[1], low[2], low[3]);
+  }
+  bar_sync(WRITTEN, THREADS_OF_BOTH);
+  const float4* from = place + (slice ^ 1) * 512 + thread;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* low = y + 4 * i;
+    const float* high = low + 16;
+    const float4 other = from[i * 128];
+    own[4 * i] = (slice == 0 ? low[0] : high[0]) + other.x;
+    own[4 * i + 1] = (slice == 0 ? low[1] : high[1]) + other.y;
+    own[4 * i + 2] = (slice == 0 ? low[2] : high[2]) + other.z;
+    own[4 * i + 3] = (slice == 0 ? low[3] : high[3]) + other.w;
+  }
+}
+
 // The consumer's part: Y of every chunk of the segment, and the state at its end, from the state at its start. The ring is read from `at`; Y
-// goes through the boxes at `output`, all consumers'.
+// goes through the boxes at `output`, all consumers', behind which slices have their place of exchange.
 __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const TensorMaps& maps, const Segment& s, const unsigned char* ring,
                                                 unsigned char* tiles, unsigned char* output, const Barriers& barriers,
                                                 const ScoreBarriers& score_barriers, const OutputBarriers& output_barriers, int consumer, const HeadD (&d)[HEADS], RingPosition<STAGES>& at,
                                                 float (&state)[HEADS][STATE_REGISTERS]) {
   static_assert(SCORE_SLOTS == OUTPUT_SLOTS, "one position for both");
-  const int lane = threadIdx.x % 32;
+  static_assert(SLICES == 1 || (HEADS_BLOCK == 1 && STORES_APART), "two slices of one head");
+  const int lane = threadIdx.x % 32, set = heads_of(consumer), slice = slice_of(consumer);
   RingPosition<SCORE_SLOTS> from;
   for (int token = 0; token < s.tokens; token += CHUNK, at.advance()) {
     const unsigned char* stage = ring + at.stage * STAGE_BYTES;
     wait_barrier(barriers.full(at.stage), at.parity);
 #pragma unroll
     for (int h = 0; h < HEADS; ++h, from.advance()) {
-      const Vectors v = vectors_of(stage, consumer * HEADS + h);
-      const unsigned char* x_box = stage + X_OFFSET + (consumer * HEADS + h) * BOX_BYTES;
+      const Vectors v = vectors_of(stage, set * HEADS + h);
+      const unsigned char* x_box = stage + X_OFFSET + (set * HEADS + h) * BOX_BYTES;
       float y[32];  // Y^T, 64 headdim rows x 64 tokens
       FragmentA<X> weighted_x[4];
       load_transposed(weighted_x, x_box);
       weigh(weighted_x, weighted_x, v.w());
-      start_state_products(y, state[h], weighted_x, stage, v);
+      start_state_products(y, state[h], weighted_x, stage, slice, v);
       float2 rise[8];
 #pragma unroll
       for (int t = 0; t < 8; ++t) rise[t] = *reinterpret_cast<const float2*>(v.rise() + t * 8 + lane % 4 * 2);
@@ -267,19 +297,30 @@ __device__ __forceinline__ void forward_segment(const ForwardArgs& args, const T
 #pragma unroll
         for (int i = 0; i < 4; ++i) y[4 * t + i] *= i % 2 ? rise[t].y : rise[t].x;
 
-      wait_barrier(score_barriers.full(consumer, from.stage), from.parity);
-      const WgmmaDescriptor<128> scores(smem_address(score_tile(tiles, consumer, from.stage)), 0);
-      pin(y);
-      wgmma_fence();
+      unsigned char* box = output + (set * OUTPUT_SLOTS + from.stage) * BOX_BYTES;
+      const auto add_scores = [&](auto& own) {  // those of its tokens
+        wait_barrier(score_barriers.full(set, from.stage), from.parity);
+        const WgmmaDescriptor<128> scores(smem_address(score_tile(tiles, set, from.stage)) + slice * (BOX_BYTES / SLICES), 0);
+        pin(own);
+        wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) multiply_registers<0>(y, x[k], scores.at(k * 32), 1);
-      wgmma_commit_group();
-      wgmma_wait_group<0>();  // x^T S^T and the state update
-      arrive_warp(score_barriers.empty(consumer, from.stage));
-      if (!HAS_Z && h == HEADS - 1) arrive_warp(barriers.empty(at.stage));
-      unsigned char* box = output + (consumer * OUTPUT_SLOTS + from.stage) * BOX_BYTES;
-      if constexpr (STORES_APART) wait_barrier(output_barriers.empty(from.stage), from.parity ^ 1);
-      finish_output(d[h], y, x, x_box, box);
+        for (int k = 0; k < 4; ++k) multiply_registers<0>(own, x[k], scores.at(k * 32), 1);
+        wgmma_commit_group();
+        wgmma_wait_group<0>();  // x^T S^T and the state update
+        arrive_warp(score_barriers.empty(set, from.stage));
+        if (!HAS_Z && h == HEADS - 1) arrive_warp(barriers.empty(at.stage));
+        if constexpr (STORES_APART) wait_barrier(output_barriers.empty(from.stage), from.parity ^ 1);
+      };
+      if constexpr (SLICES == 1) {
+        add_scores(y);
+        finish_output(d[h], y, x, 0, x_box, box);
+      } else {
+        float own[16];
+        exchange_output(y, own, slice, reinterpret_cast<float4*>(output + OUTPUT_BYTES), token > 0);
+        add_scores(own);
+        const FragmentA<X> own_x[2] = {slice == 0 ? x[0] : x[2], slice == 0 ? x[1] : x[3]};
+        finish_output(d[h], own, own_x, slice * 2, x_box, box);
+      }
       if constexpr (STORES_APART) {
         arrive_warp(output_barriers.full(from.stage));
       } else {

@@ -1,7 +1,8 @@
 // What sm90_segment_state, sm90_fused_forward and sm90_chain_forward share: work items, the shared-memory ring, its producer, and the state update.
 //
 // A work item is one segment of one sequence for HEADS_BLOCK heads of a group. Warpgroup 0 produces, warpgroups 1..WARPGROUPS
-// consume, HEADS heads each; with C a last warpgroup makes S for all of them (common/sm90_forward.cuh).
+// consume, HEADS heads each; with C a last warpgroup makes S for all of them (common/sm90_forward.cuh). With C and more than 128 of dstate two
+// consumers share a head, half of dstate (a slice) each.
 //
 // Shared-memory tiles are boxes of 64 rows x 64 elements with the 128-byte swizzle of wgmma: row r is 128 bytes, its 16-byte unit u
 // lies at u ^ (r % 8). A stage holds, in this order,
@@ -18,8 +19,10 @@ constexpr int SCORE_WARPGROUPS = WITH_C ? 1 : 0;
 
 #include "common/sm90_states.cuh"
 
-constexpr int HEADS_BLOCK = HEADS * WARPGROUPS;
-constexpr int STATE_REGISTERS = DSTATE_PADDED / 2;  // of a thread, for one head
+constexpr int SLICES = WITH_C && WARPGROUPS == 2 && DSTATE > 128 ? 2 : 1;  // launch.rs, sm90_slices
+constexpr int SLICE_BYTES = DSTATE_BOXES / SLICES * BOX_BYTES;               // of B or C
+constexpr int HEADS_BLOCK = HEADS * WARPGROUPS / SLICES;
+constexpr int STATE_REGISTERS = DSTATE_PADDED / SLICES / 2;  // of a thread, for one head or its slice
 
 MAMBA2_REQUIRE(P02, HEADDIM <= 64 && (DSTATE_BOXES == 1 || DSTATE_BOXES == 2 || DSTATE_BOXES == 4), "one 64-row tile of headdim, 64, 128 or 256 of dstate");
 
@@ -40,13 +43,18 @@ constexpr int BLOCKS_PER_SM = !WITH_C && WARPGROUPS == 1 && HEADS * STATE_REGIST
 // Registers after reallocation: what a block is launched with, moved from the producer to the
 // consumers. In steps of eight; a thread has at most 240. rules.rs computes the same.
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS_PER_SM * THREADS) > 248 ? 248 : 65536 / (BLOCKS_PER_SM * THREADS) / 8 * 8;
-constexpr int PRODUCER_REGISTERS = 56;
+constexpr int PRODUCER_REGISTERS = WITH_C && WARPGROUPS == 1 ? 72 : 56;  // a lone consumer cannot have more than 240 anyway
 constexpr int SCORE_REGISTERS = 104;
 constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCER_THREADS - SCORE_REGISTERS * SCORE_WARPGROUPS * 128) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE > 240 ? 240 : CONSUMER_SHARE;
 
 MAMBA2_REQUIRE(P03, HEADS * STATE_REGISTERS + (WITH_C ? 96 + (HEADS > 1 ? STATE_REGISTERS / 2 + (HAS_Z && X_DTYPE == 1 ? 24 : 0) : 0) : 40 + 16 * HEADS) <= CONSUMER_REGISTERS,
                "the states of a warpgroup, and what the products need beside them, must stay in registers");
+
+// A consumer's heads are those of this number, HEADS each, and of them it has the slice of that.
+__device__ __forceinline__ int heads_of(int consumer) { return consumer / SLICES; }
+__device__ __forceinline__ int slice_of(int consumer) { return consumer % SLICES; }
+__device__ __forceinline__ int first_dstate(int slice) { return slice * (DSTATE_PADDED / SLICES); }
 
 __device__ __forceinline__ int first_head(const Segment& s) { return s.first_head + s.block * HEADS_BLOCK; }
 __device__ __forceinline__ int end_head(const Segment& s) { return s.end_head; }
@@ -254,7 +262,7 @@ __device__ __forceinline__ void weigh(FragmentA<X> (&a)[4], const FragmentA<X> (
   }
 }
 
-// Starts H += (w x)^T B, H already scaled by exp2(G_last). The caller commits and waits.
+// Starts H += (w x)^T B, H already scaled by exp2(G_last), B the boxes of the consumer's slice. The caller commits and waits.
 __device__ __forceinline__ void start_state_update(float (&state)[STATE_REGISTERS], const FragmentA<X> (&a)[4], const unsigned char* b_boxes) {
   const WgmmaDescriptor<128> b(smem_address(b_boxes), BOX_BYTES);
 #pragma unroll

@@ -84,17 +84,20 @@ struct Barriers {
   __device__ __forceinline__ unsigned vectors_empty(int chunk) const { return base + 128 + chunk % VECTOR_SLOTS * 16 + 8; }
   __device__ __forceinline__ unsigned tail() const { return base + TAIL_BARRIER_OFFSET; }
   __device__ __forceinline__ void init() const {
+    // By a thread of a warp each: one init waits for the one before.
     constexpr int READERS = 4 * (WARPGROUPS + (WITH_C ? 1 : 0)) * WARP_ARRIVALS;
     if (threadIdx.x == 0) {
       for (int s = 0; s < STAGES; ++s) {
         mbarrier_init(full(s), 1);
         mbarrier_init(empty(s), READERS);
       }
+      mbarrier_init(tail(), 1);
+      fence_mbarrier_init();
+    } else if (threadIdx.x == 32) {
       for (int s = 0; s < VECTOR_SLOTS; ++s) {
         mbarrier_init(vectors_full(s), VECTOR_SETS * WARP_ARRIVALS);
         mbarrier_init(vectors_empty(s), READERS);
       }
-      mbarrier_init(tail(), 1);
       fence_mbarrier_init();
     }
   }

@@ -22,78 +22,59 @@ __device__ __forceinline__ void store_segment_state(const ForwardArgs& args, int
     if (first + i / 4 < DSTATE_PADDED / 8) to[i / 4 * 32] = make_float4(state[i], state[i + 1], state[i + 2], state[i + 3]);
 }
 
-// The same elements of the state at the start of a segment that is not the first. It is segment_scan's, or the sum of what the few segments
-// before, at most PARTS, have made:
-//   H = exp2(total[q]) H + local[q]
-// All parts of some elements are under way at once, or, where there are no registers for that, one part after the other. A head past the group gets
-// another's state, for a Y that is not stored.
-template <int PARTS, int COUNT>
+// The same elements of the state at the start of a segment that is not the first, where segment_scan has been. A head past the group gets another's
+// state, for a Y that is not stored.
+template <int COUNT>
 __device__ __forceinline__ void load_segment_state(const ForwardArgs& args, const Segment& s, int head, int p0, int first, float (&state)[COUNT]) {
-  constexpr int AT_ONCE = COUNT > 64 ? 1 : PARTS, VECTORS = PARTS == 1 || COUNT == 64 ? 8 : 4;
-  const int parts = PARTS == 1 || args.scanned ? 1 : s.index;
-  const int64 slot = s.slot - parts + 1;
-  head = min(head, s.end_head - 1);
-  const float4* from = reinterpret_cast<const float4*>(segment_state(args, slot, head)) + first_vector(p0, first);
-  const int64 step = static_cast<int64>(args.nheads) * (STATE_ELEMS / 4);
-  const auto there = [&](int i) { return first + i / 4 < DSTATE_PADDED / 8; };
-  const auto add = [&](int i, float decay, const float4& part) {
-    state[i] = decay * state[i] + part.x;
-    state[i + 1] = decay * state[i + 1] + part.y;
-    state[i + 2] = decay * state[i + 2] + part.z;
-    state[i + 3] = decay * state[i + 3] + part.w;
-  };
+  const float4* from = reinterpret_cast<const float4*>(segment_state(args, s.slot, min(head, s.end_head - 1))) + first_vector(p0, first);
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) state[i] = 0.f;
-  if constexpr (AT_ONCE < PARTS) {
-#pragma unroll 1
-    for (int q = 0; q < parts; ++q, from += step) {
-      const float decay = q > 0 ? ex2_approx(fminf(args.da_cumsum[(slot + q) * args.nheads + head], 0.f)) : 0.f;
-#pragma unroll
-      for (int i = 0; i < COUNT; i += 4)
-        if (there(i)) add(i, decay, from[i / 4 * 32]);
-    }
-  } else {
-    float decay[PARTS];
-#pragma unroll
-    for (int q = 1; q < PARTS; ++q) decay[q] = q < parts ? args.da_cumsum[(slot + q) * args.nheads + head] : 0.f;
-#pragma unroll
-    for (int q = 1; q < PARTS; ++q) decay[q] = ex2_approx(fminf(decay[q], 0.f));
-    decay[0] = 0.f;
-#pragma unroll
-    for (int i = 0; i < COUNT; i += 4 * VECTORS) {
-      float4 part[PARTS][VECTORS];
-#pragma unroll
-      for (int q = 0; q < PARTS; ++q)
-#pragma unroll
-        for (int j = 0; j < VECTORS; ++j)
-          part[q][j] = (q == 0 || q < parts) && there(i + 4 * j) ? from[q * step + (i / 4 + j) * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-      for (int q = 0; q < PARTS; ++q)
-#pragma unroll
-        for (int j = 0; j < VECTORS; ++j) add(i + 4 * j, decay[q], part[q][j]);
-      asm volatile("" ::: "memory");  // the next ones are not asked for before: there is no room for them
-    }
+  for (int i = 0; i < COUNT; i += 4) {
+    const float4 v = first + i / 4 < DSTATE_PADDED / 8 ? from[i / 4 * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
+    state[i] = v.x;
+    state[i + 1] = v.y;
+    state[i + 2] = v.z;
+    state[i + 3] = v.w;
   }
 }
 
-// H = exp2(total[q]) H + local[q] for all segments q before this one, H the state at the sequence's start.
-template <int COUNT>
-__device__ __forceinline__ void add_segment_states(const ForwardArgs& args, const Segment& s, int head, int p0, int first, float (&state)[COUNT]) {
+// Where it has not been: what the segments q before this one add, to the state at the sequence's start,
+//   H = exp2(total[q]) H + local[q]
+// AT_ONCE of them at once, and of each VECTORS: what there are registers for beside the state. AT_ONCE is one, or as many as there may be.
+// meanwhile() completes the state while the first of them are on their way.
+template <int AT_ONCE, int VECTORS, int COUNT, typename F>
+__device__ __forceinline__ void add_segment_states(const ForwardArgs& args, const Segment& s, int head, int p0, int first, float (&state)[COUNT],
+                                                   F&& meanwhile) {
   const int64 slot = s.slot - s.index + 1, step = static_cast<int64>(args.nheads) * (STATE_ELEMS / 4);
   head = min(head, s.end_head - 1);
   const float4* from = reinterpret_cast<const float4*>(segment_state(args, slot, head)) + first_vector(p0, first);
 #pragma unroll 1
-  for (int q = 0; q < s.index; ++q, from += step) {
-    const float decay = ex2_approx(fminf(args.da_cumsum[(slot + q) * args.nheads + head], 0.f));
+  for (int q = 0; q < (AT_ONCE == 1 ? s.index : 1); ++q, from += step) {
+    float decay[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-      if (first + i / 4 >= DSTATE_PADDED / 8) continue;
-      const float4 part = from[i / 4 * 32];
-      state[i] = decay * state[i] + part.x;
-      state[i + 1] = decay * state[i + 1] + part.y;
-      state[i + 2] = decay * state[i + 2] + part.z;
-      state[i + 3] = decay * state[i + 3] + part.w;
-      if (i % 32 == 28) asm volatile("" ::: "memory");  // the next eight are not asked for before: there may be no room for them
+    for (int j = 0; j < AT_ONCE; ++j) decay[j] = j == 0 || j < s.index ? args.da_cumsum[(slot + q + j) * args.nheads + head] : 0.f;
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j) decay[j] = ex2_approx(fminf(decay[j], 0.f));
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4 * VECTORS) {
+      float4 part[AT_ONCE][VECTORS];
+      const auto there = [&](int v) { return first + i / 4 + v < DSTATE_PADDED / 8; };
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j)
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v)
+          part[j][v] = (j == 0 || j < s.index) && there(v) ? from[j * step + (i / 4 + v) * 32] : make_float4(0.f, 0.f, 0.f, 0.f);
+      if (q == 0 && i == 0) meanwhile();
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j)
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+          float* h = state + i + 4 * v;
+          h[0] = decay[j] * h[0] + part[j][v].x;
+          h[1] = decay[j] * h[1] + part[j][v].y;
+          h[2] = decay[j] * h[2] + part[j][v].z;
+          h[3] = decay[j] * h[3] + part[j][v].w;
+        }
+      asm volatile("" ::: "memory");  // the next ones are not asked for before: there may be no room for them
     }
   }
 }
@@ -136,14 +117,13 @@ __device__ __forceinline__ void for_each_vector(T* state, const int64 (&strides)
 }
 __device__ __forceinline__ float2 from_neighbour(float x, float y) { return {__shfl_xor_sync(0xffffffffu, x, 1), __shfl_xor_sync(0xffffffffu, y, 1)}; }
 
-// The state before the first token of a sequence; zero if there is none. Every element is set on one way through, for ptxas spills where some ways
-// leave zeros.
+// Asks for the state before the first token of a sequence; zero if there is none. Every element is set on one way through, for ptxas spills where
+// some ways leave zeros. True if the elements are those that the neighbouring lane has to exchange: later, because that waits for them.
 template <int COUNT>
-__device__ __forceinline__ void load_initial_state(const ForwardArgs& args, const Segment& s, int head, int p0, int n0, float (&state)[COUNT]) {
+__device__ __forceinline__ bool call_initial_state(const ForwardArgs& args, const Segment& s, int head, int p0, int n0, float (&state)[COUNT]) {
   const bool there = INITIAL_DTYPE >= 0 && head < s.end_head && s.tokens >= 0;
   if constexpr (INITIAL_DTYPE == 2) {
     if (in_vectors(args.initial_states, args.initial_strides)) {
-      const bool odd = threadIdx.x % 2;
       for_each_vector<COUNT>(static_cast<const float*>(args.initial_states), args.initial_strides, s.sequence, head, p0, n0,
                              [&](const float* at, bool inside, int i) {
         const float4 v = there && inside ? *reinterpret_cast<const float4*>(at) : make_float4(0.f, 0.f, 0.f, 0.f);
@@ -152,19 +132,7 @@ __device__ __forceinline__ void load_initial_state(const ForwardArgs& args, cons
         state[i + 4] = v.z;
         state[i + 5] = v.w;
       });
-#pragma unroll
-      for (int i = 0; i < COUNT; i += 8)
-#pragma unroll
-        for (int r = i; r < i + 4; r += 2) {
-          const float2 low = {state[r], state[r + 1]}, high = {state[r + 4], state[r + 5]};
-          const float2 other = from_neighbour(odd ? low.x : high.x, odd ? low.y : high.y);
-          const float2 first = odd ? other : low, second = odd ? high : other;
-          state[r] = first.x;
-          state[r + 1] = first.y;
-          state[r + 4] = second.x;
-          state[r + 5] = second.y;
-        }
-      return;
+      return true;
     }
   }
   for_each_state<COUNT>(args.initial_strides, s.sequence, head, p0, n0, [&](int64 at, bool first, bool second, int i) {
@@ -176,6 +144,29 @@ __device__ __forceinline__ void load_initial_state(const ForwardArgs& args, cons
     state[i] = v.x;
     state[i + 1] = v.y;
   });
+  return false;
+}
+template <int COUNT>
+__device__ __forceinline__ void exchange_initial_state(float (&state)[COUNT]) {
+  const bool odd = threadIdx.x % 2;
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 8)
+#pragma unroll
+    for (int r = i; r < i + 4; r += 2) {
+      const float2 low = {state[r], state[r + 1]}, high = {state[r + 4], state[r + 5]};
+      const float2 other = from_neighbour(odd ? low.x : high.x, odd ? low.y : high.y);
+      const float2 first = odd ? other : low, second = odd ? high : other;
+      state[r] = first.x;
+      state[r + 1] = first.y;
+      state[r + 4] = second.x;
+      state[r + 5] = second.y;
+    }
+}
+
+// Both at once.
+template <int COUNT>
+__device__ __forceinline__ void load_initial_state(const ForwardArgs& args, const Segment& s, int head, int p0, int n0, float (&state)[COUNT]) {
+  if (call_initial_state(args, s, head, p0, n0, state)) exchange_initial_state(state);
 }
 
 // The state after the last token of a sequence, if it is wanted.

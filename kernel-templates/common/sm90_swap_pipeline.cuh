@@ -82,11 +82,14 @@ struct Barriers {
   __device__ __forceinline__ unsigned x_full(int slot) const { return base + (STAGES * DSTATE_BOXES + slot) * 16; }
   __device__ __forceinline__ unsigned x_empty(int slot) const { return x_full(slot) + 8; }
   __device__ __forceinline__ void init() const {
+    // By a thread of a warp each: one init waits for the one before.
     if (threadIdx.x == 0) {
-      for (int i = 0; i < STAGES * DSTATE_BOXES; ++i) {
-        mbarrier_init(box_full(0, i), USE_TMA ? 1 : PRODUCER_THREADS);
-        mbarrier_init(box_empty(0, i), 4 * WARPGROUPS * WARP_ARRIVALS);
-      }
+      for (int i = 0; i < STAGES * DSTATE_BOXES; ++i) mbarrier_init(box_full(0, i), USE_TMA ? 1 : PRODUCER_THREADS);
+      fence_mbarrier_init();
+    } else if (threadIdx.x == 32) {
+      for (int i = 0; i < STAGES * DSTATE_BOXES; ++i) mbarrier_init(box_empty(0, i), 4 * WARPGROUPS * WARP_ARRIVALS);
+      fence_mbarrier_init();
+    } else if (threadIdx.x == 64) {
       for (int s = 0; s < X_STAGES; ++s) {
         mbarrier_init(x_full(s), (USE_TMA ? 1 : PRODUCER_THREADS) + PRODUCER_THREADS / 32 * WARP_ARRIVALS);  // the copies, and each warp's vectors
         mbarrier_init(x_empty(s), 4 * WARPGROUPS * WARP_ARRIVALS);

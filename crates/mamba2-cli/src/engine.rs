@@ -29,10 +29,7 @@ impl From<CudaError> for CliError {
                 ..
             }) => CliError::NoDevice(error.to_string()),
             CudaError::Spec(error) => error.into(),
-            other if Error::from(other.clone()).is_no_device() => CliError::NoDevice(format!(
-                "{}; `--backend cpu` computes without a GPU",
-                brief(&other)
-            )),
+            other if Error::from(other.clone()).is_no_device() => CliError::NoDevice(brief(&other)),
             other => CliError::Failed(other.to_string()),
         }
     }
@@ -66,6 +63,16 @@ impl From<mamba2::CpuError> for CliError {
 
 /// Makes the engine that the arguments ask for.
 pub fn open(args: &EngineArgs) -> Result<Engine, CliError> {
+    // Only here: not every command that needs a GPU takes a backend.
+    open_backend(args).map_err(|error| match error {
+        CliError::NoDevice(reason) => {
+            CliError::NoDevice(format!("{reason}; `--backend cpu` computes without a GPU"))
+        }
+        other => other,
+    })
+}
+
+fn open_backend(args: &EngineArgs) -> Result<Engine, CliError> {
     let mut builder = Engine::builder();
     builder = match args.backend {
         BackendArg::Cpu => builder.cpu(),

@@ -91,6 +91,12 @@ fn i2_cuda_on_a_machine_without_it_is_exit_code_3_in_one_line() {
             1,
             "{arguments:?}: {done:?}"
         );
+        // A way out is only named to commands that have it.
+        assert_eq!(
+            done.stderr.contains("--backend cpu"),
+            arguments.contains(&"--backend"),
+            "{arguments:?}: {done:?}"
+        );
     }
     assert!(!bench.path("out.safetensors").exists());
 }

@@ -3,9 +3,10 @@
 //! A block takes a start-up and so much for each chunk of 64 tokens; blocks run in order, one a multiprocessor (sums of one warpgroup could run
 //! two, which the model leaves out); the sum over segments runs before Y. The numbers are fitted to what the tuner chose for 96 shapes on
 //! an H200 (`benches/NOTES.md`, fourth set): of 73 it chooses the same segment and warpgroups. Its times are short of a launch and of what
-//! blocks take from each other; only their order counts.
+//! blocks take from each other; only their order counts. Two warpgroups that share a head (dstate above 128) are not of that fit: their chunk was
+//! measured beside that of one.
 
-use crate::launch::adds_up;
+use crate::launch::{adds_up, sm90_slices};
 use crate::{DeviceFacts, Problem};
 
 /// Of one block, before its first chunk. Unit: us.
@@ -17,7 +18,7 @@ const ADD: f64 = 1.0;
 /// Rows that are looked at one by one; of more, all whole segments come before all last ones.
 const ROWS: usize = 8;
 
-/// Time of a chunk in the two passes, for the heads of one block. Unit: us.
+/// Time of a chunk in the two passes, for the heads of one block. Unit: us. With slices, their sum is that of one warpgroup.
 struct Chunk {
     sum: f64,
     forward: f64,
@@ -30,7 +31,7 @@ fn chunk(dstate: usize, warpgroups: u32) -> Chunk {
         (128, 1) => (0.51, 1.12),
         (128, _) => (0.74, 1.64),
         (_, 1) => (0.83, 1.82),
-        (_, _) => (1.29, 3.3),
+        (_, _) => (0.83, 1.98),
     };
     Chunk { sum, forward }
 }
@@ -66,7 +67,9 @@ fn makespan(multiprocessors: u64, runs: impl Iterator<Item = (u64, f64)>) -> f64
 /// Estimate for rows of equal length, split into segments of so many tokens (0: not split), with one head a warpgroup. Unit: us.
 pub fn fused_us(problem: &Problem, device: &DeviceFacts, segment: u32, warpgroups: u32) -> f64 {
     let of_chunk = chunk(problem.dstate, warpgroups);
-    let blocks = (problem.ngroups * problem.heads_per_group().div_ceil(warpgroups as usize)) as u64;
+    let slices = sm90_slices(true, warpgroups, problem.dstate);
+    let heads = (warpgroups / slices) as usize;
+    let blocks = (problem.ngroups * problem.heads_per_group().div_ceil(heads)) as u64;
     let rows = problem.batch.max(1);
     let chunks = |tokens: usize| tokens.div_ceil(64) as f64;
     let forward = |tokens: usize| START + chunks(tokens) * of_chunk.forward;
@@ -94,7 +97,10 @@ pub fn fused_us(problem: &Problem, device: &DeviceFacts, segment: u32, warpgroup
     }
     let all = (rows as u64 * whole, sum(length));
     let sum = makespan(multiprocessors, std::iter::once(all));
-    let between = if adds_up(segments, problem.dstate) {
+    let between = if adds_up(
+        segments,
+        problem.dstate.next_multiple_of(64) / slices as usize,
+    ) {
         ADD
     } else {
         SCAN + SCAN_OF_SEGMENT * segments as f64

@@ -88,7 +88,7 @@ pub struct Workspace {
     /// Three kernels: state at each chunk start, x's dtype, `[slots, nheads, headdim, dstate rounded up to 8]`. Fused: f32, at each
     /// segment start but a sequence's first; da_cumsum then holds each segment's whole G, `[slots, nheads]`.
     pub states: Region,
-    /// Chain: u64 `[slots, nheads]`, which say that a segment's state is there.
+    /// Chain: u64 `[slots, nheads, slices]`, which say that a segment's state is there.
     pub flags: Region,
     /// Bytes of the whole.
     pub total_bytes: usize,
@@ -227,24 +227,46 @@ struct Sm90Launch {
     stages: u32,
 }
 
+/// Warpgroups that share a head of sm90_fused_forward or sm90_chain_forward, a part of dstate each.
+pub(crate) fn sm90_slices(with_c: bool, warpgroups: u32, dstate: usize) -> u32 {
+    if with_c && warpgroups == 2 && dstate > 128 {
+        2
+    } else {
+        1
+    }
+}
+
 impl Sm90Launch {
+    fn with_c(&self) -> bool {
+        self.kernel != Kernel::Sm90SegmentState
+    }
+
+    /// Heads of a block.
+    fn heads_block(&self, problem: &Problem) -> usize {
+        let slices = sm90_slices(self.with_c(), self.warpgroups, problem.dstate);
+        (self.heads * self.warpgroups / slices) as usize
+    }
+
     fn smem_bytes(&self, problem: &Problem) -> usize {
-        let with_c = self.kernel != Kernel::Sm90SegmentState;
+        let with_c = self.with_c();
+        let slices = sm90_slices(with_c, self.warpgroups, problem.dstate) as usize;
         let boxes = problem.dstate.div_ceil(64);
-        let heads = (self.heads * self.warpgroups) as usize;
+        let heads = self.heads_block(problem);
         let x_and_z = heads * if with_c && problem.z { 2 } else { 1 };
         let tiles = (boxes * if with_c { 2 } else { 1 } + x_and_z) * SM90_BOX_BYTES;
         let vectors = (heads * SM90_VECTORS_BYTES).next_multiple_of(1024);
-        // Of each consumer: two tiles of S, and two boxes of Y.
+        // Of each consumer or pair of slices: two tiles of S, and two boxes of Y; and what slices exchange.
         let own = if with_c { 4 } else { 0 };
+        let exchange = if slices > 1 { 2 } else { 0 };
         1024 + self.stages as usize * (tiles + vectors)
-            + self.warpgroups as usize * own * SM90_BOX_BYTES
+            + (self.warpgroups as usize / slices * own + exchange) * SM90_BOX_BYTES
     }
 
     /// Blocks that share the heads of a group in one segment.
     fn blocks_per_group(&self, problem: &Problem) -> usize {
-        let heads = (self.heads * self.warpgroups) as usize;
-        problem.heads_per_group().div_ceil(heads)
+        problem
+            .heads_per_group()
+            .div_ceil(self.heads_block(problem))
     }
 
     fn launch(&self, problem: &Problem) -> KernelLaunch {
@@ -263,7 +285,7 @@ impl Sm90Launch {
 
     /// A producer, the consumers and, for C B^T, one more warpgroup.
     fn threads(&self) -> u32 {
-        let scores = u32::from(self.kernel != Kernel::Sm90SegmentState);
+        let scores = u32::from(self.with_c());
         128 * (self.warpgroups + 1 + scores)
     }
 }
@@ -504,17 +526,15 @@ pub(crate) fn adds_up(segments: usize, states: usize) -> bool {
 }
 
 /// Few segments are added up where their states are loaded: segments * (segments - 1) / 2 reads out of L2 cost less than a launch. In
-/// sm90_segment_state the first then starts from the initial state, for which it has registers beside 128 of dstate, in blocks of two
-/// warpgroups also beside twice 64 if it is float32; sm90_split_fused_forward starts each from it.
+/// sm90_split_fused_forward there are no registers for that if the initial state comes element by element.
 fn needs_scan(config: &StrategyConfig, problem: &Problem) -> bool {
     match config {
         StrategyConfig::Sm90Fused(c) => {
             let segments = segments_per_row(c.fused_forward.segment, problem);
-            let states = c.segment_state.heads as usize * problem.dstate;
-            !adds_up(segments, states)
-                || c.segment_state.heads > 1
-                    && (c.segment_state.warpgroups == 1
-                        || problem.initial_states.is_some_and(|d| d != Dtype::F32))
+            let f = &c.fused_forward;
+            let slices = sm90_slices(true, f.warpgroups, problem.dstate);
+            let states = f.heads as usize * problem.dstate.next_multiple_of(64);
+            !adds_up(segments, states / slices as usize)
         }
         StrategyConfig::Sm90SplitFused(c) => {
             segments_per_row(c.fused_forward.segment, problem) > SEGMENTS_WITHOUT_SCAN
@@ -586,7 +606,12 @@ fn workspace(config: &StrategyConfig, problem: &Problem) -> Workspace {
             Workspace {
                 da_cumsum: region(slots * problem.nheads * 4),
                 states: region(slots * per_state),
-                flags: region(slots * problem.nheads * 8),
+                flags: region(
+                    slots
+                        * problem.nheads
+                        * sm90_slices(true, c.chain_forward.warpgroups, problem.dstate) as usize
+                        * 8,
+                ),
                 ..Workspace::default()
             }
         }

@@ -388,7 +388,7 @@ parameter_table! {
         segments: AT_LAUNCH = 4 in [2, 3, 4] unit "blocks";
         /// Consumer warpgroups per block; they share the B and C tiles.
         warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
-        /// 64-token chunks in flight; a segment of no more is copied once.
+        /// 64-token chunks in flight.
         stages: STAGES = 2 in [2, 3, 4] unit "chunks";
     }
 

@@ -1,7 +1,7 @@
 //! Numbered legality rules. Each is checked here before anything is compiled, and asserted under the same number in the
 //! CUDA template (`MAMBA2_REQUIRE(C01, ...)`); a test in mamba2-kernels pairs the two lists.
 
-use crate::launch::{kernel_launch, step_launch};
+use crate::launch::{kernel_launch, sm90_slices, step_launch};
 use crate::parameters::{
     ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90ChainForward, Sm90FusedForward,
     Sm90SplitFusedForward, Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
@@ -39,7 +39,7 @@ rules! {
     F03 true "accumulators of fwd_pass_state stay within 64 registers a thread: more spills";
     F04 false "a block is not wider than the padded tensor: the rest would be work on zeros";
     F05 false "BLOCK_HEAD covers headdim, or 64 of it, or pads it less than that would: narrower blocks only read x and B more often";
-    F06 false "no four stages beside 64 accumulators a thread where BLOCK_HEAD does not divide headdim: the copies need the registers, and ptxas spills";
+    F06 false "beside 64 accumulators a thread where BLOCK_HEAD does not divide headdim no four stages, and no two where it is wider than headdim and BLOCK_STATE narrower than dstate: the copies need the registers, and ptxas spills";
     O01 true "CHUNK_SIZE is a multiple of the 64-token tile";
     O02 true "the rows of a block (16 a warp) divide the chunk";
     O03 false "BLOCK_H divides the heads of a group: they share B and C";
@@ -60,7 +60,7 @@ rules! {
     P09 false "two heads a warpgroup in bf16 only, and a dstate above 128 without 16-bit initial states: the others need more registers, and ptxas spills them";
     K01 false "the blocks of all chains of a launch run at once, one a multiprocessor: they wait for each other";
     K02 false "every block of a chain has a chunk of an unpacked sequence";
-    K03 false "two consumers of a chain with 128 of dstate, and the gate in f16 or packed sequences, need more registers than there are: ptxas spills them";
+    K03 false "two consumers of a chain with packed sequences, or with more than 64 of dstate and the gate in f16 or beside 16-bit initial states, need more registers than there are: ptxas spills them";
     W01 true "the state of a unit, and what the products need beside it, stay in registers";
     W02 false "BLOCK_HEAD is the narrowest that covers headdim in its number of tiles, which is a power of two";
     W03 false "at most a third of the units a block computes are padding of its group";
@@ -194,17 +194,19 @@ pub fn check_kernel(
                 || format!("{chunks} chunks for {} blocks", c.segments),
             )?;
             let crowded = c.warpgroups == 2 && problem.dstate > 64;
-            let gate = problem.z && problem.dtype == Dtype::F16;
+            let short_initial = problem.initial_states.is_some_and(|d| d != Dtype::F32);
+            let gate = problem.z && (problem.dtype == Dtype::F16 || short_initial);
             require(
                 config,
                 "K03",
-                !(crowded && (gate || problem.packed.is_some())),
+                !(crowded && gate || c.warpgroups == 2 && problem.packed.is_some()),
                 || {
                     format!(
-                        "dstate {}, dtype {}, z {}, packed {}",
+                        "dstate {}, dtype {}, z {}, initial states in {:?}, packed {}",
                         problem.dstate,
                         problem.dtype,
                         problem.z,
+                        problem.initial_states,
                         problem.packed.is_some()
                     )
                 },
@@ -281,14 +283,17 @@ fn check_fwd_pass_state(
         format!("{accumulators} accumulators a thread")
     })?;
     let ragged = !problem.headdim.is_multiple_of(c.block_head as usize);
+    let wider_than_head = (c.block_head as usize) > problem.headdim;
+    let tiles_of_state = problem.dstate > c.block_state as usize;
+    let spills = c.stages == 4 || c.stages == 2 && wider_than_head && tiles_of_state;
     require(
         config,
         "F06",
-        !(ragged && accumulators == 64 && c.stages == 4),
+        !(ragged && accumulators == 64 && spills),
         || {
             format!(
-                "STAGES = {}, BLOCK_HEAD = {} for headdim {}",
-                c.stages, c.block_head, problem.headdim
+                "STAGES = {}, BLOCK_HEAD = {} for headdim {}, BLOCK_STATE = {} for dstate {}",
+                c.stages, c.block_head, problem.headdim, c.block_state, problem.dstate
             )
         },
     )?;
@@ -494,7 +499,8 @@ fn check_sm90(
         problem.headdim <= 64 && matches!(padded, 64 | 128 | 256),
         || format!("headdim {}, dstate {}", problem.headdim, problem.dstate),
     )?;
-    let states = heads * padded / 2;
+    let slices = sm90_slices(with_c, warpgroups, problem.dstate);
+    let states = heads * padded / slices / 2;
     // From counting fragments and reading ptxas reports.
     let two_heads = match (heads, problem.z && problem.dtype == Dtype::F16) {
         (1, _) => 0,
@@ -515,7 +521,8 @@ fn check_sm90(
         "P09",
         !with_c
             || ((heads == 1 || problem.dtype == Dtype::Bf16)
-                && (padded <= 128 || problem.initial_states.is_none_or(|d| d == Dtype::F32))),
+                && (padded / slices <= 128
+                    || problem.initial_states.is_none_or(|d| d == Dtype::F32))),
         || {
             format!(
                 "HEADS = {heads}, dstate {}, dtype {}, initial states in {:?}",
@@ -524,7 +531,8 @@ fn check_sm90(
         },
     )?;
     check_sm90_segments(config, segment, with_c, problem)?;
-    let (group, block) = (problem.heads_per_group(), (heads * warpgroups) as usize);
+    let block = (heads * warpgroups / slices) as usize;
+    let group = problem.heads_per_group();
     require(
         config,
         "P08",
@@ -542,7 +550,8 @@ fn sm90_consumer_registers(with_c: bool, warpgroups: u32, states: u32) -> u32 {
         1
     };
     let launch = (65536 / (blocks * 128 * warpgroups_in_all) / 8 * 8).min(248);
-    let (producer, scores) = (56, if with_c { 104 } else { 0 });
+    let producer = if with_c && warpgroups == 1 { 72 } else { 56 };
+    let scores = if with_c { 104 } else { 0 };
     ((launch * warpgroups_in_all - producer - scores) / warpgroups / 8 * 8).min(240)
 }
 
@@ -779,7 +788,7 @@ pub fn default_strategy(
     };
     // Tiles of 64 that pad headdim by more than a third are worse than transposed states, which pad it to a multiple of 16.
     let tiles_fit = 3 * problem.headdim.next_multiple_of(64) <= 4 * problem.headdim;
-    let sm90 = short_chain(problem, device).or_else(fused).or_else(|| {
+    let sm90 = default_chain(problem, device).or_else(fused).or_else(|| {
         if tiles_fit || problem.dstate > 256 {
             split().or_else(swap)
         } else {
@@ -939,11 +948,30 @@ fn sm90_fused_for(
         KernelConfig::Sm90SegmentState,
         KernelConfig::Sm90FusedForward,
     )?;
-    Some(Sm90FusedConfig {
+    let config = Sm90FusedConfig {
         segment_state,
         segment_scan,
         fused_forward,
-    })
+    };
+    // Slices of a head are faster only where they save the scan (default_fused), or where nothing else is legal.
+    if problem.dstate <= 128 {
+        return Some(config);
+    }
+    with_forward_warpgroups(&config, 1, problem, device).or(Some(config))
+}
+
+/// The config with another number of warpgroups in its last kernel, if that is legal.
+fn with_forward_warpgroups(
+    config: &Sm90FusedConfig,
+    warpgroups: u32,
+    problem: &Problem,
+    device: &DeviceFacts,
+) -> Option<Sm90FusedConfig> {
+    let mut other = *config;
+    other.fused_forward.warpgroups = warpgroups;
+    check_strategy(&StrategyConfig::Sm90Fused(other), problem, device)
+        .is_ok()
+        .then_some(other)
 }
 
 fn sm90_swap_fused_for(
@@ -1047,7 +1075,11 @@ fn default_fused(problem: &Problem, device: &DeviceFacts) -> Option<Sm90FusedCon
         .iter()
         .rev()
         .filter_map(|segment| with(*segment))
-        .flat_map(|c| [Some(c), one_warpgroup(&c)])
+        .flat_map(|c| {
+            let slices = || with_forward_warpgroups(&c, 2, problem, device);
+            let sliced = if problem.dstate > 128 { slices() } else { None };
+            [Some(c), one_warpgroup(&c), sliced]
+        })
         .flatten()
         .map(|c| (estimate(&c), c))
         .reduce(|best, next| if next.0 < best.0 { next } else { best })
@@ -1116,28 +1148,42 @@ fn with_longer_segments(
     .unwrap_or(chosen)
 }
 
-/// One launch for short sequences, of four or three blocks each, where those run at once and fill two thirds of the GPU. With fewer, more and
-/// shorter segments are faster (b=1, l=2048, 12 heads on an H200 20.6 us against 25.7), with more than 512 tokens a block a sum of segments
-/// in a launch of its own.
-fn short_chain(problem: &Problem, device: &DeviceFacts) -> Option<StrategyConfig> {
-    if problem.packed.is_some() || !(512..=2048).contains(&problem.seqlen) || problem.dstate > 128 {
+/// One launch, of four or three blocks a sequence, where those run at once and the shipped records say that it is faster than sums in a launch of
+/// their own:
+/// * short sequences, one head a block, two thirds of the GPU filled. With fewer blocks more and shorter segments are faster (b=1, l=2048, 12
+///   heads on an H200 20.6 us against 25.7), with more than 512 tokens a block too;
+/// * longer ones, two heads a block, nine tenths of it filled (b=1, l=8192, 80 heads: 120.6 us against 136.9).
+fn default_chain(problem: &Problem, device: &DeviceFacts) -> Option<StrategyConfig> {
+    let one_head = (512..=2048).contains(&problem.seqlen) && problem.dstate <= 256;
+    let two_heads = (2048..=8192).contains(&problem.seqlen) && (65..=128).contains(&problem.dstate);
+    if problem.packed.is_some() {
         return None;
     }
-    let of_blocks = |segments: u32| {
+    let of_blocks = |segments: u32, warpgroups: u32| {
+        let tokens = problem.seqlen / segments as usize;
         let wanted = Sm90ChainForward {
             segments,
-            warpgroups: 1,
-            stages: 3,
+            warpgroups,
+            stages: if tokens <= 128 { 2 } else { 3 },
         };
         let chain_forward = nearest(wanted, |c| {
             (c.segments, c.warpgroups) == (wanted.segments, wanted.warpgroups)
                 && check_kernel(&KernelConfig::Sm90ChainForward(*c), problem, device).is_ok()
         })?;
         let config = StrategyConfig::Sm90Chain(Sm90ChainConfig { chain_forward });
-        let fills = 3 * forward_blocks(&config, problem, device) >= 2 * u64::from(device.sm_count);
-        (fills && problem.seqlen >= 160 * segments as usize).then_some(config)
+        let (part, of) = if warpgroups == 1 { (2, 3) } else { (9, 10) };
+        let blocks = forward_blocks(&config, problem, device);
+        (of * blocks >= part * u64::from(device.sm_count) && tokens >= 128).then_some(config)
     };
-    of_blocks(4).or_else(|| of_blocks(3))
+    [
+        (4, 1, one_head),
+        (3, 1, one_head),
+        (4, 2, two_heads),
+        (3, 2, two_heads),
+    ]
+    .into_iter()
+    .filter(|(.., wanted)| *wanted)
+    .find_map(|(segments, warpgroups, _)| of_blocks(segments, warpgroups))
 }
 
 /// One config for every way a strategy's kernels can agree (chunk_size and layout, or segment): the starting points of a search,

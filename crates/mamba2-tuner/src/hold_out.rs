@@ -215,7 +215,7 @@ fn hold_out(
         return Ok(held);
     };
     (held.distance, held.record) = (Some(near.distance), Some(near.key));
-    if near.candidate == default {
+    if same_launches(&near.candidate, &default) {
         held.verdict = Verdict::Default;
         return Ok(held);
     }
@@ -262,6 +262,15 @@ fn hold_out(
     Ok(held)
 }
 
+/// True if both launch the same: parameters of kernels that are not launched, such as those of a sum over segments where sequences are whole, make
+/// no difference that could be measured.
+fn same_launches(one: &Candidate, other: &Candidate) -> bool {
+    match (one, other) {
+        (Candidate::Strategy(one), Candidate::Strategy(other)) => one.kernels() == other.kernels(),
+        _ => one == other,
+    }
+}
+
 /// The finals of a search with one candidate beside the default: checked on the shape itself, interleaved, ties again.
 fn measure(
     target: &Target,
@@ -274,4 +283,39 @@ fn measure(
     // Nothing is read from it, and what is written to it is forgotten: times of the tuning must not stand in for new ones.
     let sink = MemorySink::default();
     Search::new(target, executor, &sink, progress, policy).finals(default, &[nearest], &[])
+}
+
+#[cfg(test)]
+mod tests {
+    use mamba2_spec::{Arch, DeviceFacts, Problem, StrategyConfig, rules};
+
+    use super::*;
+
+    #[test]
+    fn a_config_that_differs_in_a_kernel_that_is_not_launched_is_the_same() {
+        let device = DeviceFacts::assumed(Arch(90));
+        let default = |shape: &str| match rules::default_strategy(
+            &shape.parse::<Problem>().unwrap(),
+            &device,
+        ) {
+            Ok(StrategyConfig::Sm90Fused(config)) => config,
+            other => panic!("{shape}: {other:?}"),
+        };
+        for (shape, whole) in [
+            ("b=1,l=512,h=128,p=64,g=8,n=128", true),
+            ("b=4,l=16384,h=8,p=64,g=1,n=128", false),
+        ] {
+            let config = default(shape);
+            assert_eq!(config.fused_forward.segment == 0, whole, "{shape}");
+            let mut other = config;
+            other.segment_state.stages = if config.segment_state.stages == 2 {
+                3
+            } else {
+                2
+            };
+            let of = |c| Candidate::Strategy(StrategyConfig::Sm90Fused(c));
+            assert_ne!(of(config), of(other));
+            assert_eq!(same_launches(&of(config), &of(other)), whole, "{shape}");
+        }
+    }
 }

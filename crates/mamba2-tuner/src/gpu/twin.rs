@@ -19,8 +19,7 @@ const SEGMENT_TAIL: usize = 64 + 37;
 /// Up to here a twin has three segments, so that a state passes through one; longer ones have two.
 const SHORT_SEGMENT: usize = 1024;
 
-/// Of a chain: in each of up to four blocks more chunks than a ring of up to four holds, so that a block goes through them twice, as in long
-/// sequences.
+/// Of a chain: in each of up to four blocks more chunks than a ring of up to four holds, so that its stages are filled anew, as in long sequences.
 const CHAIN_TOKENS: usize = 4 * 5 * 64 - 27;
 
 /// Heads per group of a twin: the fewest, 8 or more, that leave the same remainder by 8 and are not a multiple of 3 where the problem's
