@@ -1,7 +1,7 @@
 //! Numbered legality rules. Each is checked here before anything is compiled, and asserted under the same number in the
 //! CUDA template (`MAMBA2_REQUIRE(C01, ...)`); a test in mamba2-kernels pairs the two lists.
 
-use crate::launch::{kernel_launch, sm90_slices, step_launch};
+use crate::launch::{SEGMENTS_WITHOUT_SCAN, kernel_launch, sm90_slices, step_launch};
 use crate::parameters::{
     ComputeOut, FwdPassState, Parameters, SegmentScan, Sm90ChainForward, Sm90FusedForward,
     Sm90SplitFusedForward, Sm90SwapFusedForward, Sm90SwapSegmentState, StateUpdate,
@@ -61,6 +61,7 @@ rules! {
     K01 false "the blocks of all chains of a launch run at once, one a multiprocessor: they wait for each other";
     K02 false "every block of a chain has a chunk of an unpacked sequence";
     K03 false "two consumers of a chain with packed sequences, or with more than 64 of dstate and the gate in f16 or beside 16-bit initial states, need more registers than there are: ptxas spills them";
+    K04 false "blocks count the tokens of all segments after theirs in 32 bits";
     W01 true "the state of a unit, and what the products need beside it, stay in registers";
     W02 false "BLOCK_HEAD is the narrowest that covers headdim in its number of tiles, which is a power of two";
     W03 false "at most a third of the units a block computes are padding of its group";
@@ -192,6 +193,13 @@ pub fn check_kernel(
                 "K02",
                 problem.packed.is_some() || chunks >= c.segments as usize,
                 || format!("{chunks} chunks for {} blocks", c.segments),
+            )?;
+            let of_segment = chunks.div_ceil(c.segments as usize) * 64;
+            require(
+                config,
+                "K04",
+                of_segment * (SEGMENTS_WITHOUT_SCAN - 1) <= i32::MAX as usize,
+                || format!("{of_segment} tokens a segment"),
             )?;
             let crowded = c.warpgroups == 2 && problem.dstate > 64;
             let short_initial = problem.initial_states.is_some_and(|d| d != Dtype::F32);

@@ -261,6 +261,8 @@ fn what_spilled_is_refused() {
     let device = DeviceFacts::assumed(Arch(90));
     let compute_out = "chunk_size=256,layout=bht,block_h=1,block_head=32,block_state=64,swap_ab=0,persistent=0,occupancy=2,stages=2,warps=8";
     let state = "chunk_size=64,layout=bht,block_head=128,block_state=64,swap_ab=0,stages=4,warps=4";
+    let narrow_state =
+        "chunk_size=64,layout=bht,block_head=64,block_state=128,swap_ab=0,stages=2,warps=4";
     let fused = "heads=1,segment=512,warpgroups=1,stages=2";
     let chain = "segments=3,warpgroups=2,stages=2";
     for (kernel, config, fine, spilled, rule) in [
@@ -286,6 +288,13 @@ fn what_spilled_is_refused() {
             "F06",
         ),
         (
+            Kernel::FwdPassState,
+            narrow_state,
+            "p=64,n=256",
+            "p=48,n=256",
+            "F06",
+        ),
+        (
             Kernel::Sm90FusedForward,
             fused,
             "p=48,n=256,dtype=f16",
@@ -306,6 +315,20 @@ fn what_spilled_is_refused() {
             "p=48,n=128,packed=3",
             "K03",
         ),
+        (
+            Kernel::Sm90ChainForward,
+            chain,
+            "p=64,n=64,dtype=f16",
+            "p=64,n=64,dtype=f16,packed=3",
+            "K03",
+        ),
+        (
+            Kernel::Sm90ChainForward,
+            chain,
+            "p=48,n=256,z=1",
+            "p=48,n=256,z=1,init=f16",
+            "K03",
+        ),
     ] {
         let config = KernelConfig::from_text(kernel, config).unwrap();
         let check = |sizes: &str| {
@@ -317,6 +340,86 @@ fn what_spilled_is_refused() {
             Err(SpecError::Rule { rule: broken, .. }) => assert_eq!(broken, rule, "{spilled}"),
             other => panic!("{kernel} for {spilled}: {other:?}"),
         }
+    }
+}
+
+/// With more than 128 of dstate two warpgroups share a head: a block has one head, there is room to add up segments, and for 16-bit initial states.
+#[test]
+fn two_warpgroups_share_a_head_with_a_large_dstate() {
+    let device = DeviceFacts::assumed(Arch(90));
+    let of = |dstate: u32, warpgroups: u32, init: &str| {
+        let problem: Problem = format!("b=2,l=2000,h=8,p=64,g=2,n={dstate},init={init}")
+            .parse()
+            .unwrap();
+        let mut config = match default_fused_of(&problem, &device) {
+            StrategyConfig::Sm90Fused(config) => config,
+            other => panic!("{other}"),
+        };
+        config.fused_forward.warpgroups = warpgroups;
+        let config = StrategyConfig::Sm90Fused(config).with_segment(512);
+        check_strategy(&config, &problem, &device).map(|()| {
+            let plan = launch::plan(&config, &problem, &device);
+            (plan.launches.last().unwrap().work_items, plan.scanned())
+        })
+    };
+    let heads_and_segments = 2 * 8 * 4;
+    assert_eq!(of(128, 2, "f32").unwrap(), (heads_and_segments / 2, false));
+    assert_eq!(of(256, 1, "f32").unwrap(), (heads_and_segments, true));
+    assert_eq!(of(256, 2, "f32").unwrap(), (heads_and_segments, false));
+    assert_eq!(of(256, 2, "f16").unwrap(), (heads_and_segments, false));
+    assert!(of(256, 1, "f16").is_err(), "ptxas spills it");
+}
+
+fn default_fused_of(problem: &Problem, device: &DeviceFacts) -> StrategyConfig {
+    agreement_defaults(problem, device)
+        .into_iter()
+        .find(|c| matches!(c, StrategyConfig::Sm90Fused(_)))
+        .unwrap()
+}
+
+/// Where the shipped records say so, and only there.
+#[test]
+fn chains_are_the_default_where_they_fill_the_gpu() {
+    let device = DeviceFacts::assumed(Arch(90));
+    for (shape, expected) in [
+        ("b=4,l=1024,h=8,p=64,g=1,n=128", Some((4, 1))),
+        ("b=4,l=1024,h=8,p=64,g=1,n=256", Some((4, 1))),
+        ("b=1,l=512,h=24,p=64,g=1,n=128", Some((4, 1))),
+        ("b=1,l=512,h=40,p=64,g=1,n=128", Some((3, 1))),
+        ("b=1,l=8192,h=80,p=64,g=1,n=128", Some((3, 2))),
+        ("b=1,l=2048,h=64,p=64,g=4,n=128", Some((4, 2))),
+        ("b=1,l=2048,h=12,p=64,g=1,n=128", None),
+        ("b=1,l=16384,h=80,p=64,g=1,n=128", None),
+        ("b=1,l=512,h=80,p=64,g=1,n=128", None),
+        ("b=1,l=8192,h=80,p=64,g=1,n=128,packed=1", None),
+        ("b=1,l=8192,h=24,p=64,g=1,n=128", None),
+    ] {
+        let problem: Problem = shape.parse().unwrap();
+        let chosen = match default_strategy(&problem, &device).unwrap() {
+            StrategyConfig::Sm90Chain(c) => {
+                Some((c.chain_forward.segments, c.chain_forward.warpgroups))
+            }
+            _ => None,
+        };
+        assert_eq!(chosen, expected, "{shape}");
+    }
+}
+
+/// A chain's blocks count tokens in 32 bits.
+#[test]
+fn a_chain_refuses_sequences_whose_segments_it_could_not_count() {
+    let device = DeviceFacts::assumed(Arch(90));
+    let config =
+        KernelConfig::from_text(Kernel::Sm90ChainForward, "segments=2,warpgroups=1,stages=2")
+            .unwrap();
+    let check = |l: usize| {
+        let problem = format!("b=1,l={l},h=1,p=8,g=1,n=8").parse().unwrap();
+        check_kernel(&config, &problem, &device)
+    };
+    check(1 << 30).unwrap();
+    match check(3 << 29) {
+        Err(SpecError::Rule { rule, .. }) => assert_eq!(rule, "K04"),
+        other => panic!("{other:?}"),
     }
 }
 
