@@ -374,7 +374,7 @@ fn default_fused_of(problem: &Problem, device: &DeviceFacts) -> StrategyConfig {
     agreement_defaults(problem, device)
         .into_iter()
         .find(|c| matches!(c, StrategyConfig::Sm90Fused(_)))
-        .unwrap()
+        .expect("sm90_fused takes the problem")
 }
 
 /// Where the shipped records say so, and only there.
