@@ -90,13 +90,14 @@ __device__ __forceinline__ void skip_segment(const Segment& s, const Barriers& b
   }
 }
 
-// Step 2: returns when the segments before this one have stored what they add for `head`. The consumer's warpgroup.
+// Where a segment's flag is, and that of the segment before this one which is this thread's.
 __device__ __forceinline__ unsigned long long* flag_of(const ForwardArgs& args, int64 slot, int head, int slice) {
   return args.flags + (slot * args.nheads + head) * SLICES + slice;
 }
 __device__ __forceinline__ unsigned long long* flag_before(const ForwardArgs& args, const Segment& s, int head, int slice) {
   return flag_of(args, s.slot - s.index + 1 + threadIdx.x % 128, head, slice);
 }
+// Step 2: returns when the segments before this one have stored what they add for `head`. The consumer's warpgroup.
 __device__ __forceinline__ void wait_for_segments_before(const ForwardArgs& args, const Segment& s, int head, int slice, int barrier) {
   if (threadIdx.x % 128 < s.index) {
     const unsigned long long* flag = flag_before(args, s, head, slice);

@@ -7,7 +7,7 @@
 // left ones in registers, where H is already, so that shared memory carries one operand of each.
 //
 // Grid   one block per (sequence, segment, HEADS_BLOCK heads)
-// Block  a producer warpgroup, WARPGROUPS consumers of HEADS heads each, a score warpgroup
+// Block  a producer warpgroup, WARPGROUPS consumers of HEADS heads or a slice of one each, a score warpgroup
 // Shared barriers, then the ring (common/sm90_pipeline.cuh), then S [SETS][SCORE_SLOTS boxes], Y [SETS][OUTPUT_SLOTS boxes], and what slices exchange
 // Tail   as in common/sm90_pipeline.cuh; rows past the segment are not stored
 // Source Dao and Gu 2024, section 6, all steps in one pass

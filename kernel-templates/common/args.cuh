@@ -52,7 +52,7 @@ struct ForwardArgs {
   float* state_weight;         // workspace
   void* states;                // workspace: [slots, nheads, headdim, STATES_ROW], X_DTYPE; of segments [slots, nheads, STATE_ELEMS], float32
                                // in the order of common/sm90_chunk.cuh
-  unsigned long long* flags;   // workspace, [slots, nheads], see FLAG_READERS
+  unsigned long long* flags;   // workspace, [slots, nheads, slices], see FLAG_READERS
   unsigned long long call;     // another number for each call, its lowest 16 bits zero
   Strides x_strides;
   Strides b_strides;
@@ -65,7 +65,7 @@ struct ForwardArgs {
 };
 static_assert(sizeof(ForwardArgs) == 18 * 8 + 18 * 8 + 6 * 8 + 2 * 8 + 18 * 4, "args.rs mirrors this struct");
 
-// A flag is `call` when what it stands for is there, plus the number of blocks that have seen it; zero, or whatever the workspace held, before.
+// A flag is `call` when what it stands for is there, plus the number of blocks that have done with it; zero, or whatever the workspace held, before.
 constexpr unsigned long long FLAG_READERS = 0xffff;
 
 // Strides of a row's batch and head axes.

@@ -2,8 +2,8 @@
 //
 // Two chains of work run beside each other: S of the next chunks, which needs no state, and H from chunk to chunk. The score warpgroup
 // makes C B^T once for all heads of the block, and each head's S from it, into a ring of tiles; the consumers read them there. So the
-// exponentials of S and the products of H hide each other, and neither's registers burden the other. Y of a lone consumer is stored by a warp of
-// the producer, beside its part in filling the ring (OutputStore); two consumers store theirs.
+// exponentials of S and the products of H hide each other, and neither's registers burden the other. Y of a lone head is stored by a warp of the
+// producer, beside its part in filling the ring (OutputStore); consumers of a head each store theirs.
 #pragma once
 
 #include "common/sm90_pipeline.cuh"

@@ -63,16 +63,6 @@ impl From<mamba2::CpuError> for CliError {
 
 /// Makes the engine that the arguments ask for.
 pub fn open(args: &EngineArgs) -> Result<Engine, CliError> {
-    // Only here: not every command that needs a GPU takes a backend.
-    open_backend(args).map_err(|error| match error {
-        CliError::NoDevice(reason) => {
-            CliError::NoDevice(format!("{reason}; `--backend cpu` computes without a GPU"))
-        }
-        other => other,
-    })
-}
-
-fn open_backend(args: &EngineArgs) -> Result<Engine, CliError> {
     let mut builder = Engine::builder();
     builder = match args.backend {
         BackendArg::Cpu => builder.cpu(),

@@ -42,12 +42,29 @@ pub fn main() -> ExitCode {
         .with_target(false)
         .without_time()
         .init();
-    match dispatch(&Cli::parse().command) {
+    let command = Cli::parse().command;
+    match dispatch(&command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("mamba2: {error}");
+            let way_out = match error {
+                CliError::NoDevice(_) if computes_on_cpu(&command) => {
+                    "; `--backend cpu` computes without a GPU"
+                }
+                _ => "",
+            };
+            eprintln!("mamba2: {error}{way_out}");
             error.exit_code()
         }
+    }
+}
+
+/// True for commands that do the same on the CPU.
+fn computes_on_cpu(command: &Command) -> bool {
+    match command {
+        Command::Run(args) => !args.every_config,
+        Command::Bench(args) => !args.host_cost && !args.first_call,
+        Command::Demo(_) | Command::Step(_) => true,
+        _ => false,
     }
 }
 

@@ -332,7 +332,7 @@ parameter_table! {
         segment: AT_LAUNCH = 1024 in [0, 128, 192, 256, 384, 512, 704, 1024, 1408, 1536, 2048, 3072, 4096, 8192] unit "tokens";
         /// Heads per consumer warpgroup.
         heads: HEADS = 1 in [1, 2] unit "heads";
-        /// Consumer warpgroups per block; they share the B and C tiles and one C B^T.
+        /// Consumer warpgroups per block; they share the B and C tiles and one C B^T. With a dstate above 128 two share a head.
         warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
         /// 64-token chunks in flight.
         stages: STAGES = 3 in [2, 3, 4] unit "chunks";
@@ -386,7 +386,7 @@ parameter_table! {
     Sm90ChainForward for Sm90ChainForward {
         /// Segments that a sequence is split into, a block each.
         segments: AT_LAUNCH = 4 in [2, 3, 4] unit "blocks";
-        /// Consumer warpgroups per block; they share the B and C tiles.
+        /// Consumer warpgroups per block; they share the B and C tiles. With a dstate above 128 two share a head.
         warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
         /// 64-token chunks in flight.
         stages: STAGES = 2 in [2, 3, 4] unit "chunks";

@@ -57,7 +57,7 @@ rules! {
     P06 false "wgmma exists on compute capability 9.0 only";
     P07 false "a segment is shorter than the sequence, and a sequence has at most 128 of them: the scan is serial";
     P08 false "at most a third of the heads a block computes are padding of its group";
-    P09 false "two heads a warpgroup in bf16 only, and a dstate above 128 without 16-bit initial states: the others need more registers, and ptxas spills them";
+    P09 false "two heads a warpgroup in bf16 only, and more than 128 of dstate a warpgroup without 16-bit initial states: the others need more registers, and ptxas spills them";
     K01 false "the blocks of all chains of a launch run at once, one a multiprocessor: they wait for each other";
     K02 false "every block of a chain has a chunk of an unpacked sequence";
     K03 false "two consumers of a chain with packed sequences, or with more than 64 of dstate and the gate in f16 or beside 16-bit initial states, need more registers than there are: ptxas spills them";
@@ -771,7 +771,7 @@ pub fn legal_step_configs(problem: &StepProblem, device: &DeviceFacts) -> Vec<St
         .collect()
 }
 
-/// The untuned config for a problem: on Hopper one launch for short sequences where that fills the GPU, else the fused forward of the lowest
+/// The untuned config for a problem: on Hopper one launch for up to 8192 tokens where that fills the GPU, else the fused forward of the lowest
 /// estimate (packed sequences: with blocks enough) where that is legal, else the one in slices or with transposed states; elsewhere three
 /// kernels with the table's defaults, or the legal config nearest to them.
 ///
@@ -1181,7 +1181,9 @@ fn default_chain(problem: &Problem, device: &DeviceFacts) -> Option<StrategyConf
         let config = StrategyConfig::Sm90Chain(Sm90ChainConfig { chain_forward });
         let (part, of) = if warpgroups == 1 { (2, 3) } else { (9, 10) };
         let blocks = forward_blocks(&config, problem, device);
-        (of * blocks >= part * u64::from(device.sm_count) && tokens >= 128).then_some(config)
+        let fills = of * blocks >= part * u64::from(device.sm_count);
+        let fits = tokens >= 128 && (warpgroups == 2 || tokens <= 512);
+        (fills && fits).then_some(config)
     };
     [
         (4, 1, one_head),
