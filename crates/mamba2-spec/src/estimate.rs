@@ -4,7 +4,7 @@
 //! two, which the model leaves out); the sum over segments runs before Y. The numbers are fitted to what the tuner chose for 96 shapes on
 //! an H200 (`benches/NOTES.md`, fourth set): of 73 it chooses the same segment and warpgroups. Its times are short of a launch and of what
 //! blocks take from each other; only their order counts. Two warpgroups that share a head (dstate above 128) are not of that fit: their chunk was
-//! measured beside that of one.
+//! measured beside that of one. `crates/mamba2-tunedb/tests/defaults.rs` holds what comes of it against the shipped records.
 
 use crate::launch::{adds_up, sm90_slices};
 use crate::{DeviceFacts, Problem};
@@ -18,22 +18,26 @@ const ADD: f64 = 1.0;
 /// Rows that are looked at one by one; of more, all whole segments come before all last ones.
 const ROWS: usize = 8;
 
-/// Time of a chunk in the two passes, for the heads of one block. Unit: us. With slices, their sum is that of one warpgroup.
-struct Chunk {
-    sum: f64,
-    forward: f64,
+/// Time of a chunk in sm90_segment_state, for the heads of one block, and in sm90_fused_forward. Unit: us.
+fn sum_of_chunk(dstate: usize, warpgroups: u32) -> f64 {
+    match (dstate.next_multiple_of(64), warpgroups) {
+        (64, 1) => 0.41,
+        (64, _) => 0.55,
+        (128, 1) => 0.51,
+        (128, _) => 0.74,
+        (_, 1) => 0.83,
+        (_, _) => 1.29,
+    }
 }
-
-fn chunk(dstate: usize, warpgroups: u32) -> Chunk {
-    let (sum, forward) = match (dstate.next_multiple_of(64), warpgroups) {
-        (64, 1) => (0.41, 0.88),
-        (64, _) => (0.55, 1.35),
-        (128, 1) => (0.51, 1.12),
-        (128, _) => (0.74, 1.64),
-        (_, 1) => (0.83, 1.82),
-        (_, _) => (0.83, 1.98),
-    };
-    Chunk { sum, forward }
+fn forward_of_chunk(dstate: usize, warpgroups: u32) -> f64 {
+    match (dstate.next_multiple_of(64), warpgroups) {
+        (64, 1) => 0.88,
+        (64, _) => 1.35,
+        (128, 1) => 1.12,
+        (128, _) => 1.64,
+        (_, 1) => 1.82,
+        (_, _) => 1.98,
+    }
 }
 
 /// When the last of some blocks is done. Runs of (blocks, time of each) come in order; each block takes the multiprocessor that is free first.
@@ -64,16 +68,25 @@ fn makespan(multiprocessors: u64, runs: impl Iterator<Item = (u64, f64)>) -> f64
     free.first().map_or(0.0, |(until, _)| *until)
 }
 
-/// Estimate for rows of equal length, split into segments of so many tokens (0: not split), with one head a warpgroup. Unit: us.
-pub fn fused_us(problem: &Problem, device: &DeviceFacts, segment: u32, warpgroups: u32) -> f64 {
-    let of_chunk = chunk(problem.dstate, warpgroups);
-    let slices = sm90_slices(true, warpgroups, problem.dstate);
-    let heads = (warpgroups / slices) as usize;
-    let blocks = (problem.ngroups * problem.heads_per_group().div_ceil(heads)) as u64;
+/// Estimate for rows of equal length, split into segments of so many tokens (0: not split), with one head a warpgroup of each kernel. Unit: us.
+pub fn fused_us(
+    problem: &Problem,
+    device: &DeviceFacts,
+    segment: u32,
+    of_sum: u32,
+    of_forward: u32,
+) -> f64 {
+    let slices = sm90_slices(true, of_forward, problem.dstate);
+    let blocks = |warpgroups: u32| {
+        (problem.ngroups * problem.heads_per_group().div_ceil(warpgroups as usize)) as u64
+    };
+    let (sums, blocks) = (blocks(of_sum), blocks(of_forward / slices));
+    let sum_of_chunk = sum_of_chunk(problem.dstate, of_sum);
+    let forward_of_chunk = forward_of_chunk(problem.dstate, of_forward);
     let rows = problem.batch.max(1);
     let chunks = |tokens: usize| tokens.div_ceil(64) as f64;
-    let forward = |tokens: usize| START + chunks(tokens) * of_chunk.forward;
-    let sum = |tokens: usize| START + chunks(tokens) * of_chunk.sum;
+    let forward = |tokens: usize| START + chunks(tokens) * forward_of_chunk;
+    let sum = |tokens: usize| START + chunks(tokens) * sum_of_chunk;
     let multiprocessors = u64::from(device.sm_count);
     let length = match segment as usize {
         0 => problem.seqlen.max(1),
@@ -95,7 +108,7 @@ pub fn fused_us(problem: &Problem, device: &DeviceFacts, segment: u32, warpgroup
     if segments == 1 {
         return forward;
     }
-    let all = (rows as u64 * whole, sum(length));
+    let all = (rows as u64 * (segments as u64 - 1) * sums, sum(length));
     let sum = makespan(multiprocessors, std::iter::once(all));
     let between = if adds_up(
         segments,
@@ -132,7 +145,7 @@ mod tests {
         for batch in [9, 64, 1000, 100_000] {
             let shape = format!("b={batch},l=512,h=16,p=64,g=1,n=128");
             let problem = shape.parse().unwrap();
-            let of = |segment| fused_us(&problem, &device, segment, 1);
+            let of = |segment| fused_us(&problem, &device, segment, 1, 1);
             assert!(of(0) < of(128), "{shape}: {} {}", of(0), of(128));
         }
     }
@@ -142,7 +155,7 @@ mod tests {
         let device = DeviceFacts::assumed(Arch(90));
         let of = |l: usize, segment: u32| {
             let shape = format!("b=2,l={l},h=24,p=64,g=1,n=128");
-            fused_us(&shape.parse().unwrap(), &device, segment, 2)
+            fused_us(&shape.parse().unwrap(), &device, segment, 2, 2)
         };
         for segment in [0, 512, 2048] {
             assert!(of(16384, segment) > of(8192, segment));

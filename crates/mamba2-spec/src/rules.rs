@@ -1076,7 +1076,8 @@ fn default_fused(problem: &Problem, device: &DeviceFacts) -> Option<Sm90FusedCon
     };
     let estimate = |c: &Sm90FusedConfig| {
         let f = &c.fused_forward;
-        estimate::fused_us(problem, device, f.segment, f.warpgroups)
+        let of_sum = c.segment_state.warpgroups;
+        estimate::fused_us(problem, device, f.segment, of_sum, f.warpgroups)
     };
     SegmentScan::ROWS[0]
         .domain
