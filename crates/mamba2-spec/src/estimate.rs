@@ -18,25 +18,15 @@ const ADD: f64 = 1.0;
 /// Rows that are looked at one by one; of more, all whole segments come before all last ones.
 const ROWS: usize = 8;
 
-/// Time of a chunk in sm90_segment_state, for the heads of one block, and in sm90_fused_forward. Unit: us.
-fn sum_of_chunk(dstate: usize, warpgroups: u32) -> f64 {
+/// Time of a chunk in sm90_segment_state and in sm90_fused_forward, for the heads of one block. Unit: us.
+fn of_chunk(dstate: usize, warpgroups: u32) -> (f64, f64) {
     match (dstate.next_multiple_of(64), warpgroups) {
-        (64, 1) => 0.41,
-        (64, _) => 0.55,
-        (128, 1) => 0.51,
-        (128, _) => 0.74,
-        (_, 1) => 0.83,
-        (_, _) => 1.29,
-    }
-}
-fn forward_of_chunk(dstate: usize, warpgroups: u32) -> f64 {
-    match (dstate.next_multiple_of(64), warpgroups) {
-        (64, 1) => 0.88,
-        (64, _) => 1.35,
-        (128, 1) => 1.12,
-        (128, _) => 1.64,
-        (_, 1) => 1.82,
-        (_, _) => 1.98,
+        (64, 1) => (0.41, 0.88),
+        (64, _) => (0.55, 1.35),
+        (128, 1) => (0.51, 1.12),
+        (128, _) => (0.74, 1.64),
+        (_, 1) => (0.83, 1.82),
+        (_, _) => (1.29, 1.98),
     }
 }
 
@@ -81,8 +71,8 @@ pub fn fused_us(
         (problem.ngroups * problem.heads_per_group().div_ceil(warpgroups as usize)) as u64
     };
     let (sums, blocks) = (blocks(of_sum), blocks(of_forward / slices));
-    let sum_of_chunk = sum_of_chunk(problem.dstate, of_sum);
-    let forward_of_chunk = forward_of_chunk(problem.dstate, of_forward);
+    let (sum_of_chunk, _) = of_chunk(problem.dstate, of_sum);
+    let (_, forward_of_chunk) = of_chunk(problem.dstate, of_forward);
     let rows = problem.batch.max(1);
     let chunks = |tokens: usize| tokens.div_ceil(64) as f64;
     let forward = |tokens: usize| START + chunks(tokens) * forward_of_chunk;

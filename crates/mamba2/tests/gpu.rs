@@ -8,9 +8,8 @@ use common::{
 };
 use mamba2::{
     Backend, Device, Dtype, Engine, ForwardInputs, ForwardOutputs, HasMeta, HostData, HostTensor,
-    Plan, StepProblem, TensorMeta,
+    Mode, Plan, StepProblem, StrategyConfig, TensorMeta,
 };
-use mamba2::{Mode, StrategyConfig};
 use mamba2_reference::{
     Bounds, ErrorReport, Pattern, Values, generate, generate_packed, generate_step, step,
 };
@@ -258,8 +257,8 @@ fn capture_and_replay(engine: &Engine, shape: &str) {
         assert!(left.iter().all(|b| *b == 0), "{shape}: a flag is up");
         let after = flags.offset_bytes + flags.bytes;
         for (from, to) in [(0, flags.offset_bytes), (after, workspace.total_bytes)] {
-            let poison = vec![0xffu8; to - from];
-            on.workspace.write(from, &poison).expect("poison");
+            let poisoned = on.workspace.fill_part(&stream, from, to - from, 0xff);
+            poisoned.expect("poison");
         }
     }
 }
