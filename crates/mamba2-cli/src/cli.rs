@@ -180,7 +180,8 @@ pub struct BenchArgs {
     /// A kept list of shapes.
     #[arg(long, value_enum)]
     pub sweep: Option<Sweep>,
-    /// Time each forward shape plain, with D, with z, with the dt pipeline and with all three, in turns.
+    /// Time each forward shape plain, with D, with z, with the dt pipeline and with all three, in turns, on inputs as a trained model's:
+    /// step sizes that are the same with the pipeline and without.
     #[arg(long, conflicts_with_all = ["host_cost", "first_call"])]
     pub options: bool,
     /// Time what a call costs the host: enqueued, not waited for.

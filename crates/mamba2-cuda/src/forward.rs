@@ -12,6 +12,7 @@ use rayon::prelude::*;
 
 use crate::args::{ForwardArgs, Reader, first_stride, outer_strides, token_strides};
 use crate::module::{Module, Start};
+use crate::replay::Replay;
 use crate::tensor_map::{EncodedMaps, TensorMap, TensorMaps};
 use crate::{CudaError, Device, DeviceBuffer, DeviceTensor, Jit, Origin, Stream};
 
@@ -22,6 +23,7 @@ pub struct LoadedForward {
     problem: Problem,
     config: StrategyConfig,
     plan: LaunchPlan,
+    replay: Replay, // goes before the kernels in it
     kernels: Box<[LoadedKernel]>,
     fixed: ForwardArgs,
     maps: EncodedMaps,
@@ -117,7 +119,7 @@ impl LoadedForward {
                 LoadedKernel::load(device, jit, &rendered)
             })
             .collect::<Result<Vec<_>, _>>()?;
-        Ok(LoadedForward {
+        let mut loaded = LoadedForward {
             device: device.clone(),
             problem: problem.clone(),
             config: *config,
@@ -125,6 +127,22 @@ impl LoadedForward {
             kernels: kernels.into(),
             fixed,
             maps: EncodedMaps::default(),
+            replay: Replay::none(),
+        };
+        loaded.replay = loaded.record();
+        Ok(loaded)
+    }
+
+    /// The call as a graph. Not of blocks that wait for each other: a cooperative launch starts 0.6 us later out of a graph.
+    fn record(&self) -> Replay {
+        let launched = || self.kernels.iter().filter(|k| k.launch.grid > 0);
+        if launched().any(|k| k.launch.kernel == Kernel::Sm90ChainForward) {
+            return Replay::none();
+        }
+        let modules: Vec<&Module> = launched().map(|k| &*k.module).collect();
+        Replay::of(&self.device, &modules, |stream| {
+            let maps = TensorMaps::default();
+            self.launch(stream, self.fixed, &maps, 0..self.kernels.len())
         })
     }
 
@@ -146,6 +164,11 @@ impl LoadedForward {
     /// Launches and workspace.
     pub fn plan(&self) -> &LaunchPlan {
         &self.plan
+    }
+
+    /// True if calls that follow each other on one stream are launched as one CUDA graph.
+    pub fn is_replayed(&self) -> bool {
+        self.replay.is_there()
     }
 
     /// Registers, spills and origin of each kernel, in launch order.
@@ -184,7 +207,21 @@ impl LoadedForward {
         let args = self.args(stream, inputs, outputs, workspace)?;
         let _bound = self.device.bind()?;
         let maps = self.tensor_maps(inputs, outputs)?;
-        self.launch(stream, args, &maps, 0..self.kernels.len())
+        let all = 0..self.kernels.len();
+        if let Some(mut turn) = self.replay.begin(stream) {
+            let set = self.each_launch(args, &maps, all.clone(), |kernel, args, maps, _| {
+                if kernel.launch.grid == 0 {
+                    return Ok(());
+                }
+                // SAFETY: as in launch.
+                unsafe { turn.set(args, maps) }
+            });
+            match set.and_then(|()| turn.launch(stream)) {
+                Ok(()) => return Ok(()),
+                Err(_) => turn.give_up(),
+            }
+        }
+        self.launch(stream, args, &maps, all)
     }
 
     /// Enqueues kernel `index` alone, in the order of `plan().launches`, for timing. The kernels before it must have run on this
@@ -216,31 +253,49 @@ impl LoadedForward {
     fn launch(
         &self,
         stream: &Stream,
+        args: ForwardArgs,
+        maps: &TensorMaps,
+        which: std::ops::Range<usize>,
+    ) -> Result<(), CudaError> {
+        self.each_launch(args, maps, which, |kernel, args, maps, start| {
+            // SAFETY: every kernel of a forward pass takes one ForwardArgs by value, and those that say so one TensorMaps after it. The
+            // pointers are null, for launches that are recorded and given others, or those of tensors whose shapes, strides and dtypes
+            // were checked against the problem the kernel was compiled for; that they are valid was vouched for when they were made.
+            unsafe {
+                kernel
+                    .module
+                    .launch(stream, &kernel.launch, args, maps, start)
+            }
+        })
+    }
+
+    /// Calls `f` with each of these kernels and what it is launched with.
+    fn each_launch(
+        &self,
         mut args: ForwardArgs,
         maps: &TensorMaps,
         which: std::ops::Range<usize>,
+        mut f: impl FnMut(
+            &LoadedKernel,
+            &ForwardArgs,
+            Option<&TensorMaps>,
+            Start,
+        ) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
         let mut first = true;
         for kernel in &self.kernels[which] {
             args.work_items = kernel.launch.work_items as i64;
             args.blocks_per_group = kernel.launch.blocks_per_group;
             let maps = kernel.launch.kernel.needs_wgmma().then_some(maps);
-            // SAFETY: every kernel of a forward pass takes one ForwardArgs by value, and those that say so one TensorMaps after it. The
-            // pointers are those of tensors whose shapes, strides and dtypes were checked against the problem the kernel was
-            // compiled for; that they are valid was vouched for when they were made.
-            unsafe {
-                let start = match kernel.launch.kernel {
-                    Kernel::Sm90ChainForward => {
-                        args.call = next_call();
-                        Start::Together
-                    }
-                    _ if !first && self.device.overlaps_launches() => Start::Early,
-                    _ => Start::InOrder,
-                };
-                kernel
-                    .module
-                    .launch(stream, &kernel.launch, &args, maps, start)
-            }?;
+            let start = match kernel.launch.kernel {
+                Kernel::Sm90ChainForward => {
+                    args.call = next_call();
+                    Start::Together
+                }
+                _ if !first && self.device.overlaps_launches() => Start::Early,
+                _ => Start::InOrder,
+            };
+            f(kernel, &args, maps, start)?;
             first &= kernel.launch.grid == 0;
         }
         Ok(())

@@ -33,6 +33,7 @@ mod key;
 mod memory;
 mod module;
 mod nvrtc;
+mod replay;
 mod step;
 mod stream;
 mod tensor;

@@ -146,6 +146,20 @@ impl Module {
         Ok(loaded)
     }
 
+    /// The kernel.
+    pub fn function(&self) -> CUfunction {
+        self.function
+    }
+
+    /// Where a launch's parameters lie, as the driver takes them: it copies as many as the kernel has and writes none.
+    pub fn parameters<A, B>(args: &A, more: Option<&B>) -> [*mut c_void; 2] {
+        let more = more.map_or(std::ptr::null(), std::ptr::from_ref);
+        [
+            std::ptr::from_ref(args).cast_mut().cast::<c_void>(),
+            more.cast_mut().cast::<c_void>(),
+        ]
+    }
+
     /// Enqueues one launch with `args` and, if the kernel takes a second parameter, `more`. The device's context must be current.
     ///
     /// # Safety
@@ -163,11 +177,7 @@ impl Module {
         if grid.blocks == 0 {
             return Ok(());
         }
-        let more = more.map_or(std::ptr::null(), std::ptr::from_ref);
-        let mut parameters = [
-            std::ptr::from_ref(args).cast_mut().cast::<c_void>(),
-            more.cast_mut().cast::<c_void>(),
-        ];
+        let mut parameters = Module::parameters(args, more);
         use sys::{CUlaunchAttributeID::*, CUlaunchAttributeValue};
         let (id, value) = match start {
             Start::Early => (

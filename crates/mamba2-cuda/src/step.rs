@@ -7,6 +7,7 @@ use mamba2_spec::{HasMeta, StepInputs, StepOutputs, StepProblem, check_step};
 use crate::args::{Reader, StepArgs, first_stride, outer_strides, row_strides};
 use crate::forward::{KernelReport, LoadedKernel, check_stream};
 use crate::module::Start;
+use crate::replay::Replay;
 use crate::{CudaError, Device, DeviceTensor, Jit, Stream};
 
 /// A decode step of one problem with one config, compiled and loaded.
@@ -15,6 +16,7 @@ pub struct LoadedStep {
     device: Device,
     problem: StepProblem,
     config: StateUpdate,
+    replay: Replay, // goes before the kernel in it
     kernel: LoadedKernel,
     fixed: StepArgs,
 }
@@ -34,12 +36,16 @@ impl LoadedStep {
         let fixed = StepArgs::of(problem)?;
         let kernel =
             LoadedKernel::load(device, jit, &render_step(config, problem, device.facts()))?;
+        let replay = Replay::of(device, &[&kernel.module], |stream| {
+            launch(&kernel, stream, &fixed)
+        });
         Ok(LoadedStep {
             device: device.clone(),
             problem: problem.clone(),
             config: *config,
             kernel,
             fixed,
+            replay,
         })
     }
 
@@ -61,6 +67,11 @@ impl LoadedStep {
     /// How the kernel is launched.
     pub fn launch(&self) -> &KernelLaunch {
         &self.kernel.launch
+    }
+
+    /// True if steps that follow each other on one stream are launched as a CUDA graph.
+    pub fn is_replayed(&self) -> bool {
+        self.replay.is_there()
     }
 
     /// Registers, spills and origin of the kernel.
@@ -127,17 +138,14 @@ impl LoadedStep {
             ..self.fixed
         };
         let _bound = self.device.bind()?;
-        // SAFETY: state_update takes one StepArgs by value. Its pointers are those of tensors that were checked against the problem the
-        // kernel was compiled for; that they are valid was vouched for when they were made.
-        unsafe {
-            self.kernel.module.launch(
-                stream,
-                &self.kernel.launch,
-                &args,
-                None::<&()>,
-                Start::InOrder,
-            )
+        if let Some(mut turn) = self.replay.begin(stream) {
+            // SAFETY: as in launch.
+            match unsafe { turn.set(&args, None::<&()>) }.and_then(|()| turn.launch(stream)) {
+                Ok(()) => return Ok(()),
+                Err(_) => turn.give_up(),
+            }
         }
+        launch(&self.kernel, stream, &args)
     }
 
     /// True if the kernel may load whole vectors of the state, of B and of C.
@@ -150,5 +158,16 @@ impl LoadedStep {
         outputs.state.rows_start_on(vector.state)
             && inputs.b.rows_start_on(vector.inputs)
             && inputs.c.rows_start_on(vector.inputs)
+    }
+}
+
+/// The device's context must be current.
+fn launch(kernel: &LoadedKernel, stream: &Stream, args: &StepArgs) -> Result<(), CudaError> {
+    // SAFETY: state_update takes one StepArgs by value. Its pointers are null, for a launch that is recorded and given others, or those of
+    // tensors that were checked against the problem the kernel was compiled for; that they are valid was vouched for when they were made.
+    unsafe {
+        kernel
+            .module
+            .launch(stream, &kernel.launch, args, None::<&()>, Start::InOrder)
     }
 }

@@ -133,6 +133,15 @@ impl Stream {
         })
     }
 
+    /// True if what is enqueued is recorded for a graph of the caller's, or if the driver cannot tell because another capture is under way.
+    pub(crate) fn is_capturing(&self) -> bool {
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is live, the pointer is to a live status.
+        let asked = unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) };
+        asked != sys::CUresult::CUDA_SUCCESS
+            || status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
+    }
+
     /// Records what `enqueue` puts on this stream as a graph, without running it.
     ///
     /// # Errors
@@ -141,6 +150,14 @@ impl Stream {
         &self,
         enqueue: impl FnOnce(&Stream) -> Result<(), CudaError>,
     ) -> Result<Graph, CudaError> {
+        self.record_graph(enqueue)?.instantiate()
+    }
+
+    /// The first half of [`Stream::capture`].
+    pub(crate) fn record_graph(
+        &self,
+        enqueue: impl FnOnce(&Stream) -> Result<(), CudaError>,
+    ) -> Result<RawGraph, CudaError> {
         let _bound = self.device.bind()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is live.
@@ -154,18 +171,13 @@ impl Stream {
         let ended = check("cuStreamEndCapture", unsafe {
             sys::cuStreamEndCapture(self.raw, &mut graph)
         });
-        let graph = RawGraph(graph);
+        let graph = RawGraph {
+            device: self.device.clone(),
+            raw: graph,
+        };
         enqueued?;
         ended?;
-        let mut executable: CUgraphExec = std::ptr::null_mut();
-        // SAFETY: the graph was just captured, the pointer is to a live handle.
-        check("cuGraphInstantiate", unsafe {
-            sys::cuGraphInstantiateWithFlags(&mut executable, graph.0, 0)
-        })?;
-        Ok(Graph {
-            device: self.device.clone(),
-            executable,
-        })
+        Ok(graph)
     }
 }
 
@@ -180,14 +192,38 @@ impl Drop for Stream {
     }
 }
 
-/// A captured graph that is destroyed after it was instantiated.
-struct RawGraph(CUgraph);
+/// A captured graph.
+pub(crate) struct RawGraph {
+    device: Device,
+    raw: CUgraph,
+}
+
+impl RawGraph {
+    pub fn raw(&self) -> CUgraph {
+        self.raw
+    }
+
+    pub fn instantiate(&self) -> Result<Graph, CudaError> {
+        let _bound = self.device.bind()?;
+        let mut executable: CUgraphExec = std::ptr::null_mut();
+        // SAFETY: the graph is live, the pointer is to a live handle.
+        check("cuGraphInstantiate", unsafe {
+            sys::cuGraphInstantiateWithFlags(&mut executable, self.raw, 0)
+        })?;
+        Ok(Graph {
+            device: self.device.clone(),
+            executable,
+        })
+    }
+}
 
 impl Drop for RawGraph {
     fn drop(&mut self) {
-        if !self.0.is_null() {
-            // SAFETY: captured once, destroyed once, with the context current.
-            let _ = unsafe { sys::cuGraphDestroy(self.0) };
+        if !self.raw.is_null()
+            && let Ok(_bound) = self.device.bind()
+        {
+            // SAFETY: captured once, destroyed once.
+            let _ = unsafe { sys::cuGraphDestroy(self.raw) };
         }
     }
 }
@@ -208,6 +244,15 @@ impl Graph {
     /// A driver error.
     pub fn launch(&self, stream: &Stream) -> Result<(), CudaError> {
         let _bound = self.device.bind()?;
+        self.launch_bound(stream)
+    }
+
+    pub(crate) fn raw(&self) -> CUgraphExec {
+        self.executable
+    }
+
+    /// The same with the device's context current.
+    pub(crate) fn launch_bound(&self, stream: &Stream) -> Result<(), CudaError> {
         // SAFETY: graph and stream are live. What the graph's nodes point to was vouched for when they were enqueued.
         check("cuGraphLaunch", unsafe {
             sys::cuGraphLaunch(self.executable, stream.raw)

@@ -3,8 +3,8 @@
 mod common;
 
 use common::{
-    OnDevice, Place, assert_right, bits, offsets, poisoned, run_host, run_step_host, shapes,
-    view_mut,
+    OnDevice, Place, StepOnDevice, assert_right, bits, offsets, poisoned, run_host, run_step_host,
+    shapes, view_mut,
 };
 use mamba2::{
     Backend, Device, Dtype, Engine, ForwardInputs, ForwardOutputs, HasMeta, HostData, HostTensor,
@@ -229,6 +229,18 @@ fn capture_and_replay(engine: &Engine, shape: &str) {
     let want = run_device(engine, &plan, &made, Place::Exact);
     let on = OnDevice::new(device(engine), &plan, &made, Place::Exact);
     let stream = device(engine).stream().expect("stream");
+    // Were the call captured not the first on its stream, it could be launched as a graph, which cannot be captured.
+    let earlier = OnDevice::new(device(engine), &plan, &made, Place::Exact);
+    for _ in 0..2 {
+        plan.forward(
+            &stream,
+            &earlier.inputs,
+            &earlier.outputs,
+            &earlier.workspace,
+        )
+        .expect("enqueue");
+    }
+    stream.synchronize().expect("synchronize");
     let mut failure = None;
     let graph = stream
         .capture(|stream| {
@@ -308,6 +320,98 @@ fn two_streams_with_their_own_workspaces_do_not_disturb_each_other() {
         streams[i].synchronize().expect("synchronize");
         assert_eq!(bits(&on[i].results()), want[i]);
     }
+}
+
+/// From the second on, calls on one stream are launched as a graph whose parameters are those of the call before until they are set.
+#[test]
+fn calls_in_a_row_on_one_stream_keep_their_tensors_apart() {
+    let Some(engine) = engine() else { return };
+    for (shape, launches) in [
+        ("b=1,l=700,h=4,p=64,g=2,n=128,dtype=f32", 3),
+        ("b=1,l=300,h=4,p=64,g=2,n=16,z=1,align=1", 3),
+        ("b=1,l=5000,h=3,p=64,g=1,n=128", 2),
+        ("b=1,l=64,h=3,p=64,g=1,n=128", 1),
+    ] {
+        let plan = plan(&engine, shape);
+        let loaded = plan.loaded().expect("kernels");
+        assert!(loaded.is_replayed(), "{shape}");
+        let kernels = loaded.plan().launches.iter();
+        let got = kernels.filter(|l| l.grid > 0).count();
+        // Fewer only where the device has no fast path.
+        assert!(got >= launches, "{shape}: {got} launches");
+        let made: Vec<_> = (0..3)
+            .map(|seed| generate(plan.problem(), seed, Pattern::Plain))
+            .collect();
+        let want: Vec<_> = made
+            .iter()
+            .map(|m| bits(&run_device(&engine, &plan, m, Place::Exact)))
+            .collect();
+        let on: Vec<_> = made
+            .iter()
+            .map(|m| OnDevice::new(device(&engine), &plan, m, Place::Exact))
+            .collect();
+        let stream = device(&engine).stream().expect("stream");
+        for on in on.iter().chain(&on).chain(on.iter().rev()) {
+            plan.forward(&stream, &on.inputs, &on.outputs, &on.workspace)
+                .expect("enqueue");
+        }
+        stream.synchronize().expect("synchronize");
+        for (on, want) in on.iter().zip(&want) {
+            assert_eq!(&bits(&on.results()), want, "{shape}");
+        }
+        assert!(loaded.is_replayed(), "{shape}: the driver refused");
+    }
+}
+
+/// Neither waits for the other's lock, nor uses the other's graph.
+#[test]
+fn threads_share_a_plan() {
+    let Some(engine) = engine() else { return };
+    let plan = plan(&engine, "b=1,l=5000,h=3,p=64,g=1,n=128");
+    std::thread::scope(|scope| {
+        for seed in 0..4 {
+            let (engine, plan) = (&engine, &plan);
+            scope.spawn(move || {
+                let made = generate(plan.problem(), seed, Pattern::Plain);
+                let want = bits(&run_device(engine, plan, &made, Place::Exact));
+                let on = OnDevice::new(device(engine), plan, &made, Place::Exact);
+                let stream = device(engine).stream().expect("stream");
+                for _ in 0..200 {
+                    plan.forward(&stream, &on.inputs, &on.outputs, &on.workspace)
+                        .expect("enqueue");
+                }
+                stream.synchronize().expect("synchronize");
+                assert_eq!(bits(&on.results()), want);
+            });
+        }
+    });
+}
+
+#[test]
+fn steps_in_a_row_on_one_stream_keep_their_tensors_apart() {
+    let Some(engine) = engine() else { return };
+    let problem = StepProblem::new(5, 8, 64, 2, 128);
+    let plan = engine.step_plan(&problem).expect("plan");
+    let made: Vec<_> = (0..3)
+        .map(|seed| generate_step(&problem, seed, Pattern::Plain))
+        .collect();
+    let want: Vec<_> = made.iter().map(|m| run_step_host(&plan, m)).collect();
+    let on: Vec<_> = made
+        .iter()
+        .map(|m| StepOnDevice::new(device(&engine), &plan, m))
+        .collect();
+    let stream = device(&engine).stream().expect("stream");
+    for on in &on {
+        plan.step(&stream, &on.inputs, &on.outputs)
+            .expect("enqueue");
+    }
+    stream.synchronize().expect("synchronize");
+    for (on, want) in on.iter().zip(&want) {
+        let (out, state) = on.results();
+        assert_eq!(out.to_le_bytes(), want.0.to_le_bytes());
+        assert_eq!(state.to_le_bytes(), want.1.to_le_bytes());
+    }
+    assert!(plan.loaded().expect("kernel").is_replayed());
 }
 
 /// Blocks that wait for each other need all of theirs to run: other calls must only delay them.

@@ -201,10 +201,11 @@ fn covering_cases(kernel: Kernel, device: &DeviceFacts) -> (Vec<Case>, usize) {
 }
 
 /// Most of what decides the registers of a Hopper kernel, all together: which of these spill hangs on more than two of them (with bf16 initial
-/// states and 128 of dstate two consumers spilled, where each pair was seen not to). Packed sequences, final states and D come in pairs
-/// only, for the time it takes.
+/// states and 128 of dstate two consumers spilled, where each pair was seen not to; and with the gate but without D, of all things). Packed
+/// sequences and final states come in pairs only, for the time it takes.
 const CROWDING: &[Factor] = &[
     ("dtype", &["bf16", "f16"]),
+    ("d", &["h", "none"]),
     ("z", &["0", "1"]),
     ("init", &["f32", "bf16"]),
     ("p", &["64", "80"]),
@@ -226,12 +227,13 @@ fn crowded_cases(kernel: Kernel, device: &DeviceFacts) -> Vec<Case> {
             _ => any.push((i, values)),
         }
     }
-    // The sums over segments have no Y, and so no gate.
+    // The sums over segments have no Y, and so neither gate nor D.
     let sums = matches!(
         kernel,
         Kernel::Sm90SegmentState | Kernel::Sm90SwapSegmentState | Kernel::Sm90SplitSegmentState
     );
-    for (key, values) in CROWDING.iter().filter(|(key, _)| !(sums && *key == "z")) {
+    let of_output = |key: &str| key == "z" || key == "d";
+    for (key, values) in CROWDING.iter().filter(|(key, _)| !(sums && of_output(key))) {
         let (at, (_, all)) = options
             .iter()
             .enumerate()
@@ -245,8 +247,13 @@ fn crowded_cases(kernel: Kernel, device: &DeviceFacts) -> Vec<Case> {
         combined.push((parameters.len() + at, values.iter().map(of).collect()));
     }
     let first: Row = vec![0; parameters.len() + options.len()];
+    // Without the gate, a Y without D is but the easier one.
+    let at =
+        |key: &str| parameters.len() + options.iter().position(|(k, _)| *k == key).unwrap_or(0);
+    let easier = |row: &Row| row[at("d")] != row[at("z")] && row[at("z")] == 0;
     combinations(&first, &combined)
         .iter()
+        .filter(|row| !easier(row))
         .filter_map(|row| {
             combinations(row, &any)
                 .iter()

@@ -5,9 +5,11 @@
 //! * [`covering`]: small sets of rows in which every pair of values of two factors occurs;
 //! * [`gate`]: compiles every kernel for every architecture and refuses spills, too much shared memory, and legality rules on
 //!   which Rust and CUDA differ;
+//! * [`carry_over`]: shipped records through an edit of templates that leaves their kernels as they were;
 //! * [`golden`]: rendered headers as files, so that a change of a constant is seen in review.
 #![forbid(unsafe_code)]
 
+pub mod carry_over;
 pub mod covering;
 pub mod gate;
 pub mod golden;

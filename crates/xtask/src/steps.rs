@@ -185,6 +185,23 @@ pub fn check() -> Result<(), String> {
     Ok(())
 }
 
+/// `cargo xtask carry-over`.
+///
+/// # Errors
+/// As [`crate::carry_over::run`].
+pub fn carry_over(file: &str) -> Result<(), String> {
+    let (mut steps, missing) = steps_with_wheels()?;
+    if missing.contains(&"NVRTC") {
+        return Err("carry-over needs NVRTC".into());
+    }
+    let here = ["run", "--quiet", "--package", "xtask", "--"];
+    let arguments = ["carry-over-here", file];
+    steps.cargo(
+        "kernels of shipped records",
+        &[&here[..], &arguments].concat(),
+    )
+}
+
 /// `cargo xtask gate`, for some kernels or, if none is named, for all.
 ///
 /// # Errors

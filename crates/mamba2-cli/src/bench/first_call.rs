@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use clap::ValueEnum;
 use mamba2::{Device, Samples};
+use mamba2_reference::Pattern;
 use mamba2_tuner::Target;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -82,7 +83,7 @@ pub fn child(args: &FirstCallArgs) -> Result<(), CliError> {
             let plan = Planned::new(&engine, &target)?;
             report.prepare_ms = ms(start);
             let start = Instant::now();
-            let ready = plan.ready(device)?;
+            let ready = plan.ready(device, Pattern::Plain)?;
             let stream = device.stream()?;
             report.inputs_ms = ms(start);
             let start = Instant::now();

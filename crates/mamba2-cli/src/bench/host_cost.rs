@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use mamba2::{CudaError, Engine, Error, Samples, Stream};
 use mamba2_cuda::Nothing;
+use mamba2_reference::Pattern;
 use mamba2_tuner::Target;
 use serde_json::json;
 
@@ -91,7 +92,7 @@ pub fn run(
         "graph us",
     );
     for target in targets {
-        let ready = Planned::new(engine, target)?.ready(device)?;
+        let ready = Planned::new(engine, target)?.ready(device, Pattern::Plain)?;
         let empty = ready
             .parameter_bytes()
             .into_iter()
@@ -145,7 +146,7 @@ pub fn run(
             "choice": ready.choice(),
         }));
     }
-    text += "floor: as many launches of an empty kernel with as many bytes of parameters, timed in turns; own: median less floor; graph: a replay of the call\n";
+    text += "floor: as many launches of an empty kernel with as many bytes of parameters, timed in turns; own: median less floor, below 0 where calls\nin a row on one stream are launched as one graph; graph: a replay of the call that the caller captured\n";
     if waited {
         text += "late/early: the last calls of a sample took longer than the first; they waited, so the median is not the cost of a call\n";
     }

@@ -49,8 +49,8 @@ impl Planned {
     }
 
     /// Puts made inputs on the device.
-    pub fn ready(self, device: &Device) -> Result<Ready, CliError> {
-        let (placement, pattern) = (Placement::Exact, Pattern::Plain);
+    pub fn ready(self, device: &Device, pattern: Pattern) -> Result<Ready, CliError> {
+        let placement = Placement::Exact;
         Ok(match self {
             Planned::Forward(plan) => {
                 let problem = plan.problem();
@@ -181,9 +181,11 @@ impl<'a> Bench<'a> {
 
     /// Times shapes in turns with one another and, on a GPU, with a copy: CUDA graph replays with a cold L2, as the tuner
     /// measures.
-    pub fn together(&self, targets: &[Target]) -> Result<Measured, CliError> {
+    pub fn together(&self, targets: &[Target], pattern: Pattern) -> Result<Measured, CliError> {
         let Some(gpu) = &self.gpu else {
-            let rows = targets.iter().map(|t| on_cpu(self.engine, t, self.samples));
+            let rows = targets
+                .iter()
+                .map(|t| on_cpu(self.engine, t, self.samples, pattern));
             return Ok(Measured {
                 rows: rows.collect::<Result<_, _>>()?,
                 copy_bytes_per_s: None,
@@ -192,7 +194,7 @@ impl<'a> Bench<'a> {
         };
         let ready: Vec<Ready> = targets
             .iter()
-            .map(|t| Planned::new(self.engine, t)?.ready(gpu.device))
+            .map(|t| Planned::new(self.engine, t)?.ready(gpu.device, pattern))
             .collect::<Result<_, _>>()?;
         let mut calls: Vec<Box<Call<'_>>> = Vec::new();
         for one in &ready {
@@ -235,10 +237,15 @@ fn of_cuda(error: Error) -> CudaError {
     }
 }
 
-fn on_cpu(engine: &Engine, target: &Target, samples: usize) -> Result<(Samples, Value), CliError> {
+fn on_cpu(
+    engine: &Engine,
+    target: &Target,
+    samples: usize,
+    pattern: Pattern,
+) -> Result<(Samples, Value), CliError> {
     match target {
         Target::Forward(problem) => {
-            let case = ForwardCase::generated(problem, SEED, Pattern::Plain);
+            let case = ForwardCase::generated(problem, SEED, pattern);
             let plan = engine.plan(&case.problem)?;
             let inputs = case.views()?;
             let mut outputs = case.outputs();
@@ -247,7 +254,7 @@ fn on_cpu(engine: &Engine, target: &Target, samples: usize) -> Result<(Samples, 
             Ok((samples, choice_json(plan.choice())))
         }
         Target::Step(problem) => {
-            let case = StepCase::generated(problem, SEED, Pattern::Plain);
+            let case = StepCase::generated(problem, SEED, pattern);
             let plan = engine.step_plan(&case.problem)?;
             let inputs = case.views()?;
             let mut outputs = case.outputs();
@@ -260,7 +267,7 @@ fn on_cpu(engine: &Engine, target: &Target, samples: usize) -> Result<(Samples, 
 
 /// One call, waited for on the CPU backend.
 pub fn once_on_cpu(engine: &Engine, target: &Target) -> Result<(), CliError> {
-    on_cpu(engine, target, 0).map(drop)
+    on_cpu(engine, target, 0, Pattern::Plain).map(drop)
 }
 
 fn repeat(

@@ -5,6 +5,7 @@ mod host_cost;
 mod measure;
 
 use mamba2::{DKind, DtLimit, Engine, Problem, Samples};
+use mamba2_reference::Pattern;
 use mamba2_spec::limit::Limit;
 use mamba2_tuner::{Target, shapes};
 use serde_json::{Value, json};
@@ -41,6 +42,18 @@ struct Group {
     against_first: bool,
 }
 
+impl Group {
+    /// Inputs. The time of a call depends on them: denser products take more power, and the clock gives way. Where calls are held against each
+    /// other, all have step sizes that the dt pipeline leaves much as they are without it: those of trained models.
+    fn pattern(&self) -> Pattern {
+        if self.against_first {
+            Pattern::Model
+        } else {
+            Pattern::Plain
+        }
+    }
+}
+
 struct Row {
     target: Target,
     samples: Samples,
@@ -70,7 +83,7 @@ pub fn run(args: &BenchArgs) -> Result<(), CliError> {
     let mut rows: Vec<Row> = Vec::new();
     for group in &groups {
         progress.set_message(group.targets[0].to_string());
-        let measured = bench.together(&group.targets)?;
+        let measured = bench.together(&group.targets, group.pattern())?;
         let first = rows.len();
         for (target, (samples, choice)) in group.targets.iter().zip(measured.rows) {
             rows.push(Row {

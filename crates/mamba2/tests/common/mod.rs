@@ -161,14 +161,13 @@ pub fn step_shapes(p: &StepProblem) -> ([usize; 4], [usize; 4], [usize; 4], Vec<
     )
 }
 
-/// Runs a step; returns `out` and the state.
-pub fn run_step_host(plan: &StepPlan, made: &GeneratedStep) -> (Values, Values) {
-    let p = plan.problem();
-    let (tokens, group, state_shape, d) = step_shapes(p);
-    let mut out = Values::poison(p.dtype, tokens.iter().product());
-    let mut state = made.state.clone();
-    let indices = made.state_batch_indices.clone().map(Values::I32);
-    let inputs = StepInputs {
+fn step_inputs<'a>(
+    p: &StepProblem,
+    made: &'a GeneratedStep,
+    indices: &'a Option<Values>,
+) -> StepInputs<HostTensor<'a>> {
+    let (tokens, group, _, d) = step_shapes(p);
+    StepInputs {
         x: view(&made.x, &tokens),
         dt: view(&made.dt, &tokens[..3]),
         a: view(&made.a, &[p.nheads]),
@@ -178,12 +177,25 @@ pub fn run_step_host(plan: &StepPlan, made: &GeneratedStep) -> (Values, Values) 
         z: made.z.as_ref().map(|v| view(v, &tokens)),
         dt_bias: made.dt_bias.as_ref().map(|v| view(v, &[p.nheads])),
         state_batch_indices: indices.as_ref().map(|v| view(v, &[p.batch])),
-    };
+    }
+}
+
+fn slots(made: &GeneratedStep) -> Option<Values> {
+    made.state_batch_indices.clone().map(Values::I32)
+}
+
+/// Runs a step; returns `out` and the state.
+pub fn run_step_host(plan: &StepPlan, made: &GeneratedStep) -> (Values, Values) {
+    let p = plan.problem();
+    let (tokens, _, state_shape, _) = step_shapes(p);
+    let mut out = Values::poison(p.dtype, tokens.iter().product());
+    let mut state = made.state.clone();
+    let indices = slots(made);
     let mut outputs = StepOutputs {
         state: view_mut(&mut state, &state_shape),
         out: view_mut(&mut out, &tokens),
     };
-    plan.step_host(&inputs, &mut outputs)
+    plan.step_host(&step_inputs(p, made, &indices), &mut outputs)
         .unwrap_or_else(|e| panic!("{p}: {e}"));
     (out, state)
 }
@@ -289,16 +301,72 @@ impl OnDevice {
 
     pub fn results(&self) -> Results {
         let mut results = poisoned(&self.problem);
-        let read = |(buffer, offset): &(DeviceBuffer, usize), to: &mut Values| match to {
-            Values::Bf16(v) => buffer.read(*offset, v),
-            Values::F16(v) => buffer.read(*offset, v),
-            Values::F32(v) => buffer.read(*offset, v),
-            Values::I32(v) => buffer.read(*offset, v),
-        };
-        read(&self.out, &mut results.out).expect("download");
+        read(&self.out, &mut results.out);
         if let (Some(from), Some(to)) = (&self.final_states, results.final_states.as_mut()) {
-            read(from, to).expect("download");
+            read(from, to);
         }
         results
+    }
+}
+
+fn read((buffer, offset): &(DeviceBuffer, usize), to: &mut Values) {
+    match to {
+        Values::Bf16(v) => buffer.read(*offset, v),
+        Values::F16(v) => buffer.read(*offset, v),
+        Values::F32(v) => buffer.read(*offset, v),
+        Values::I32(v) => buffer.read(*offset, v),
+    }
+    .expect("download");
+}
+
+/// Everything of one step on the device.
+pub struct StepOnDevice {
+    pub inputs: StepInputs<DeviceTensor>,
+    pub outputs: StepOutputs<DeviceTensor>,
+    out: (DeviceBuffer, Values),
+    state: (DeviceBuffer, Values),
+}
+
+impl StepOnDevice {
+    pub fn new(device: &Device, plan: &StepPlan, made: &GeneratedStep) -> StepOnDevice {
+        let p = plan.problem();
+        let (tokens, _, state_shape, _) = step_shapes(p);
+        let indices = slots(made);
+        let host = step_inputs(p, made, &indices);
+        let up = |t: &HostTensor<'_>| to_device(device, t, Place::Exact).1;
+        let up_all = |t: &Option<HostTensor<'_>>| t.as_ref().map(up);
+        let out = Values::poison(p.dtype, tokens.iter().product());
+        let on = |v: &Values, shape: &[usize]| to_device(device, &view(v, shape), Place::Exact);
+        let (out_buffer, out_tensor) = on(&out, &tokens);
+        let (state_buffer, state_tensor) = on(&made.state, &state_shape);
+        StepOnDevice {
+            inputs: StepInputs {
+                x: up(&host.x),
+                dt: up(&host.dt),
+                a: up(&host.a),
+                b: up(&host.b),
+                c: up(&host.c),
+                d: up_all(&host.d),
+                z: up_all(&host.z),
+                dt_bias: up_all(&host.dt_bias),
+                state_batch_indices: up_all(&host.state_batch_indices),
+            },
+            outputs: StepOutputs {
+                state: state_tensor,
+                out: out_tensor,
+            },
+            out: (out_buffer, out),
+            state: (state_buffer, made.state.clone()),
+        }
+    }
+
+    /// `out` and the state.
+    pub fn results(&self) -> (Values, Values) {
+        let of = |(buffer, like): &(DeviceBuffer, Values)| {
+            let mut values = like.clone();
+            read(&(buffer.clone(), 0), &mut values);
+            values
+        };
+        (of(&self.out), of(&self.state))
     }
 }

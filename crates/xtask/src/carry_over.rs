@@ -1,0 +1,227 @@
+//! Shipped records through an edit of templates that leaves their kernels as they were. A record holds for the templates it was measured with, which
+//! it names by a digest over all of their text; an edit for one kind of problem makes the records of all others stale. Those whose kernels
+//! compile to the same machine code before and after were measured with today's kernels and may say so.
+//!
+//! `cargo xtask carry-over FILE` before the edit writes to FILE what the kernels of every record compile to; after it, with the file there, it
+//! gives the records whose code is the same today's digest. The others stay stale until they are tuned anew.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use mamba2_cuda::Nvrtc;
+use mamba2_kernels::{Rendered, render, render_step};
+use mamba2_spec::launch::plan;
+use mamba2_tunedb::{Record, TextRecords, joint_template_digest, write_text};
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+/// What a record's config comes to with some version of the templates and of this program.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Code {
+    /// As records name it.
+    template_digest: String,
+    /// Over the cubins, and over how they are launched.
+    code_digest: String,
+    /// That compiled them.
+    nvrtc: String,
+}
+
+type Codes = BTreeMap<String, Code>;
+
+/// `cargo xtask carry-over FILE`, with the path of NVRTC in the environment.
+///
+/// # Errors
+/// Files that cannot be read or written, no NVRTC, or a record whose kernels do not compile.
+pub fn run(file: &Path) -> Result<(), String> {
+    let nvrtc = Nvrtc::load().map_err(|e| e.to_string())?;
+    let mut shipped = shipped()?;
+    let records: Vec<&Record> = shipped.iter().flat_map(|(_, records)| records).collect();
+    println!("{} records, NVRTC {}", records.len(), nvrtc.version());
+    let now = codes(&records, &nvrtc)?;
+    let Ok(before) = std::fs::read(file) else {
+        let text = serde_json::to_vec_pretty(&now).map_err(|e| e.to_string())?;
+        std::fs::write(file, text).map_err(|e| format!("{}: {e}", file.display()))?;
+        println!(
+            "wrote {}: edit the templates, then run this again",
+            file.display()
+        );
+        return Ok(());
+    };
+    let before: Codes =
+        serde_json::from_slice(&before).map_err(|e| format!("{}: {e}", file.display()))?;
+    let (mut carried, mut stale, mut fresh) = (0, vec![], 0);
+    for record in shipped.iter_mut().flat_map(|(_, records)| records) {
+        let key = record.key.to_string();
+        match verdict(record, before.get(&key), &now[&key]) {
+            Verdict::Fresh => fresh += 1,
+            Verdict::Same => {
+                let digest = &now[&key].template_digest;
+                record
+                    .evidence
+                    .built_with
+                    .template_digest
+                    .clone_from(digest);
+                carried += 1;
+            }
+            Verdict::Stale => stale.push(key),
+        }
+    }
+    for (path, records) in shipped {
+        let text = write_text(records).map_err(|e| e.to_string())?;
+        std::fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()))?;
+    }
+    for key in &stale {
+        println!("stale: {key}");
+    }
+    println!(
+        "{fresh} were fresh, {carried} have the same code and were carried over, {} are stale",
+        stale.len()
+    );
+    Ok(())
+}
+
+#[derive(Debug, PartialEq)]
+enum Verdict {
+    /// Of today's templates already.
+    Fresh,
+    /// Of the templates before, with code that did not change.
+    Same,
+    Stale,
+}
+
+fn verdict(record: &Record, before: Option<&Code>, now: &Code) -> Verdict {
+    let built_with = &record.evidence.built_with;
+    if built_with.template_digest == now.template_digest {
+        return Verdict::Fresh;
+    }
+    match before {
+        // That two compilers agree on one of them says nothing of a third, which the record was measured with.
+        Some(before)
+            if before.template_digest == built_with.template_digest
+                && before.code_digest == now.code_digest
+                && [&before.nvrtc, &now.nvrtc] == [&built_with.nvrtc; 2] =>
+        {
+            Verdict::Same
+        }
+        _ => Verdict::Stale,
+    }
+}
+
+/// Every file of shipped records.
+fn shipped() -> Result<Vec<(std::path::PathBuf, Vec<Record>)>, String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tuning-db");
+    let mut files = vec![];
+    for entry in std::fs::read_dir(&folder).map_err(|e| e.to_string())? {
+        let path = entry.map_err(|e| e.to_string())?.path();
+        if path.extension().is_none_or(|e| e != "json") {
+            continue;
+        }
+        let text = std::fs::read_to_string(&path).map_err(|e| e.to_string())?;
+        let records = TextRecords::new(path.display().to_string(), text)
+            .and_then(|text| text.records().collect::<Result<Vec<_>, _>>())
+            .map_err(|e| e.to_string())?;
+        files.push((path, records));
+    }
+    files.sort_by(|a, b| a.0.cmp(&b.0));
+    Ok(files)
+}
+
+/// The kernels of a record's config, and how they are launched.
+fn kernels(record: &Record) -> Result<(Vec<Rendered>, String), String> {
+    let facts = record.key.device();
+    let fault = |e: &dyn std::fmt::Display| format!("{}: {e}", record.key);
+    if let Some(problem) = record.key.problem() {
+        let config = record.strategy().map_err(|e| fault(&e))?;
+        let kernels = config.kernels();
+        let rendered = kernels.iter().map(|k| render(k, &problem, &facts));
+        let plan = plan(&config, &problem, &facts);
+        return Ok((rendered.collect(), format!("{plan:?}")));
+    }
+    let problem = record
+        .key
+        .step_problem()
+        .ok_or_else(|| fault(&"neither a forward pass nor a step"))?;
+    let config = record.step_config().map_err(|e| fault(&e))?;
+    let rendered = render_step(&config, &problem, &facts);
+    let launch = format!("{:?}", rendered.launch);
+    Ok((vec![rendered], launch))
+}
+
+fn codes(records: &[&Record], nvrtc: &Nvrtc) -> Result<Codes, String> {
+    let of_records = records
+        .iter()
+        .map(|r| kernels(r))
+        .collect::<Result<Vec<_>, String>>()?;
+    // Most records share their kernels with others.
+    let name = |arch: mamba2_spec::Arch, r: &Rendered| (arch, r.entry, r.config_header.clone());
+    let mut distinct = BTreeMap::new();
+    for (record, (rendered, _)) in records.iter().zip(&of_records) {
+        for r in rendered {
+            distinct.insert(name(record.key.arch(), r), r);
+        }
+    }
+    let cubins = distinct
+        .into_par_iter()
+        .map(|(name, rendered)| {
+            let compiled = nvrtc.compile(rendered, name.0).map_err(|e| e.to_string())?;
+            Ok((name, Sha256::digest(&compiled.cubin)))
+        })
+        .collect::<Result<BTreeMap<_, _>, String>>()?;
+    let code = |(record, (rendered, launches)): (&&Record, (Vec<Rendered>, String))| {
+        let mut hash = Sha256::new();
+        for r in &rendered {
+            hash.update(cubins[&name(record.key.arch(), r)]);
+        }
+        hash.update(launches);
+        let code_digest = hash.finalize().into_iter().map(|b| format!("{b:02x}"));
+        let code = Code {
+            template_digest: joint_template_digest(rendered.iter().map(|r| r.template_digest())),
+            code_digest: code_digest.collect(),
+            nvrtc: nvrtc.version().to_string(),
+        };
+        (record.key.to_string(), code)
+    };
+    Ok(records.iter().zip(of_records).map(code).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn code(template: &str, code: &str, nvrtc: &str) -> Code {
+        Code {
+            template_digest: template.into(),
+            code_digest: code.into(),
+            nvrtc: nvrtc.into(),
+        }
+    }
+
+    #[test]
+    fn only_a_record_of_the_templates_before_with_the_same_code_is_carried_over() {
+        let (_, mut records) = shipped().expect("records").swap_remove(0);
+        let mut record = records.swap_remove(0);
+        record.evidence.built_with.template_digest = "old".into();
+        record.evidence.built_with.nvrtc = "13.0".into();
+        let now = code("new", "same", "13.0");
+        let of = |before: &Code| verdict(&record, Some(before), &now);
+        assert_eq!(of(&code("old", "same", "13.0")), Verdict::Same);
+        assert_eq!(of(&code("old", "other", "13.0")), Verdict::Stale);
+        assert_eq!(of(&code("older", "same", "13.0")), Verdict::Stale);
+        assert_eq!(of(&code("old", "same", "12.8")), Verdict::Stale);
+        assert_eq!(verdict(&record, None, &now), Verdict::Stale);
+        record.evidence.built_with.template_digest = "new".into();
+        assert_eq!(verdict(&record, None, &now), Verdict::Fresh);
+    }
+
+    #[test]
+    fn every_shipped_record_has_kernels_that_can_be_rendered() {
+        for (path, records) in shipped().expect("records") {
+            assert!(!records.is_empty(), "{}", path.display());
+            for record in &records {
+                let (rendered, _) = kernels(record).expect("kernels");
+                assert!(!rendered.is_empty(), "{}", record.key);
+            }
+        }
+    }
+}
