@@ -111,15 +111,6 @@ struct Row {
   float d;
 };
 
-// log(1 + e^v) = max(v, 0) + 2 atanh(s), s = e / (2 + e), e = e^-|v|: no branch, and a third of the instructions of log1pf(expf(v)),
-// which are the longest chain behind the loads. The polynomial is atanh(s) / s over s^2 <= 1/9 to 5e-9; above 17 the answer is v.
-__device__ __forceinline__ float softplus_short(float v) {
-  const float e = ex2_approx(-LOG2_E * fabsf(v));
-  const float s = e * rcp_approx(2.f + e), q = s * s;
-  const float series = 1.f + q * (0.333332081f + q * (0.200107637f + q * (0.140009013f + q * 0.140059991f)));
-  return fmaxf(v, 0.f) + 2.f * s * series;
-}
-
 // BLOCK_HEAD rows from p0 on of one row and head. ALIGNED: rows of the state, of B and of C start on vectors.
 // All loads of the first pass are under way before anything is computed from one: a step of one row is a chain of latencies.
 template <bool ALIGNED>

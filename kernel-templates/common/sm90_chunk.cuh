@@ -197,7 +197,7 @@ __device__ __forceinline__ float make_vectors(const ForwardArgs& args, const Raw
   const int lane = threadIdx.x % 32;
   float dt[2];
 #pragma unroll
-  for (int e = 0; e < 2; ++e) dt[e] = e < tokens_left ? dt_pipeline(to_float(raw[e]), bias, args.dt_min, args.dt_max) : 0.f;
+  for (int e = 0; e < 2; ++e) dt[e] = e < tokens_left ? dt_pipeline<softplus_short>(to_float(raw[e]), bias, args.dt_min, args.dt_max) : 0.f;
   const long long g0 = to_fixed(a * dt[0]), g1 = to_fixed(a * dt[1]) + g0;
   long long before = g1;  // inclusive scan over lanes
 #pragma unroll
