@@ -51,6 +51,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "mamba2-spec",
             "mamba2-kernels",
             "mamba2-cuda",
+            "mamba2-tunedb",
             "mamba2-emulator",
         ],
     ),
