@@ -1,5 +1,6 @@
 // A CUDA driver without a GPU, for tests: device memory is host memory, kernels do nothing, every call is written down.
 // Compiled by tests/fake_driver.rs and by the command line's tests/fake_gpu.rs. Definitions given on the command line change what it plays:
+//   REFUSE_SET       a graph's parameters cannot be set
 //   OMIT_GRAPHS      lacks cuGraphInstantiateWithFlags, as an old driver does
 //   INIT_STATUS=n    cuInit fails with n (34: stub library, 100: no device)
 //   MAJOR, MINOR     compute capability
@@ -29,6 +30,10 @@ static size_t log_length;
 static Handle stack[64];
 static int depth;
 static int capturing;
+// A graph is the kernels that were launched in a capture; a node points to its function.
+typedef struct { size_t count; Handle functions[8]; } Graph;
+static Graph* captured;
+static Address last_set;
 
 static int note(const char* call) {
   size_t n = strlen(call);
@@ -46,6 +51,8 @@ static int note(const char* call) {
 const char* fake_log(void) { return log_text; }
 void fake_reset(void) { log_length = 0; log_text[0] = 0; }
 int fake_depth(void) { return depth; }
+// First word of the parameters that were set last: the address of dt, or of the state.
+Address fake_last_set(void) { return last_set; }
 
 int cuInit(unsigned flags) { return INIT_STATUS; }
 int cuDriverGetVersion(int* v) { *v = 12040; return 0; }
@@ -91,23 +98,45 @@ int cuModuleLoadData(Handle* m, const void* image) {
   return 0;
 }
 int cuModuleUnload(Handle m) { return NOTE; }
-int cuModuleGetFunction(Handle* f, Handle m, const char* name) { *f = (Handle)0x3000; return NOTE; }
+int cuModuleGetFunction(Handle* f, Handle m, const char* name) { static size_t next = 0x3000; *f = (Handle)(next += 16); return NOTE; }
 int cuFuncGetAttribute(int* v, int a, Handle f) { *v = 0; return NOTE; }
 int cuFuncSetAttribute(Handle f, int a, int v) { return NOTE; }
-int cuLaunchKernelEx(const void* config, Handle f, void** p, void** e) { return NOTE; }
+int cuLaunchKernelEx(const void* config, Handle f, void** p, void** e) {
+  if (capturing && captured->count < 8) captured->functions[captured->count++] = f;
+  return NOTE;
+}
 int cuTensorMapEncodeTiled(void* map, int dtype, unsigned rank, void* address, const unsigned long long* dims, const unsigned long long* strides, const unsigned* box, const unsigned* steps, int i, int s, int l, int f) {
   NOTE;
   for (unsigned axis = 0; axis + 1 < rank; ++axis)
     if (strides[axis] == 0 || strides[axis] % 16 || strides[axis] >> 40) return 1;
   return (size_t)address % 16 ? 1 : 0;
 }
-int cuStreamCreate(Handle* s, unsigned flags) { *s = (Handle)0x4000; return NOTE; }
+int cuStreamCreate(Handle* s, unsigned flags) { static size_t next = 0x4000; *s = (Handle)(next += 16); return NOTE; }
 int cuStreamDestroy_v2(Handle s) { return NOTE; }
 int cuStreamSynchronize(Handle s) { NOTE; return capturing ? 900 : 0; }
 int cuStreamWaitEvent(Handle s, Handle e, unsigned f) { return NOTE; }
-int cuStreamBeginCapture_v2(Handle s, int mode) { capturing = 1; return NOTE; }
-int cuStreamEndCapture(Handle s, Handle* g) { capturing = 0; *g = (Handle)0x5000; return NOTE; }
-int cuGraphDestroy(Handle g) { return NOTE; }
+int cuStreamBeginCapture_v2(Handle s, int mode) { capturing = 1; captured = calloc(1, sizeof *captured); return NOTE; }
+int cuStreamEndCapture(Handle s, Handle* g) { capturing = 0; *g = captured; return NOTE; }
+int cuStreamIsCapturing(Handle s, int* status) { *status = capturing; return NOTE; }
+int cuGraphDestroy(Handle g) { free(g); return NOTE; }
+// The last launch first: a driver may give nodes in any order.
+int cuGraphGetNodes(Handle g, Handle* nodes, size_t* count) {
+  Graph* graph = g;
+  for (size_t i = 0; nodes && i < *count && i < graph->count; ++i) nodes[i] = &graph->functions[graph->count - 1 - i];
+  *count = graph->count;
+  return NOTE;
+}
+typedef struct { Handle function; unsigned sizes[7]; void** parameters; void* more[3]; } NodeParams;
+int cuGraphKernelNodeGetParams_v2(Handle node, NodeParams* p) { memset(p, 0, sizeof *p); p->function = *(Handle*)node; return NOTE; }
+int cuGraphExecKernelNodeSetParams_v2(Handle x, Handle node, const NodeParams* p) {
+  NOTE;
+#ifdef REFUSE_SET
+  return 801;
+#endif
+  if (p->function != *(Handle*)node) return 1;
+  memcpy(&last_set, p->parameters[0], sizeof last_set);
+  return 0;
+}
 #ifndef OMIT_GRAPHS
 int cuGraphInstantiateWithFlags(Handle* x, Handle g, unsigned long long f) { *x = (Handle)0x6000; return NOTE; }
 #endif

@@ -98,6 +98,16 @@ impl Fake {
         }
     }
 
+    /// First word of the parameters that a graph was given last.
+    fn last_set(&self) -> u64 {
+        // SAFETY: the signature is that of fake_cuda.c.
+        unsafe {
+            self.0
+                .get::<unsafe extern "C" fn() -> u64>(b"fake_last_set")
+                .expect("fake_last_set")()
+        }
+    }
+
     /// Contexts on this thread's stack.
     fn depth(&self) -> c_int {
         // SAFETY: the signature is that of fake_cuda.c.
@@ -220,10 +230,13 @@ fn scene_enqueue() {
     let launches = loaded.plan().launches.len();
     let launched = loaded.plan().launches.iter().filter(|l| l.grid > 0).count();
     let calls = vec!["cuLaunchKernelEx"; launched];
-    // The first launch of a process makes cudarc look up the function's address, which allocates once.
-    loaded
-        .enqueue(&stream, &inputs, &outputs, &workspace)
-        .expect("enqueue");
+    let replay = replay_of(launched);
+    // The first call of a function makes cudarc look up its address, which allocates once.
+    for _ in 0..2 {
+        loaded
+            .enqueue(&stream, &inputs, &outputs, &workspace)
+            .expect("enqueue");
+    }
     fake.calls();
 
     let before = ALLOCATIONS.get();
@@ -235,10 +248,7 @@ fn scene_enqueue() {
         before,
         "a call must not allocate on the host"
     );
-    let mut want = vec!["cuCtxGetCurrent", "cuCtxPushCurrent_v2"];
-    want.extend(&calls);
-    want.push("cuCtxPopCurrent_v2");
-    assert_eq!(fake.calls(), want);
+    assert_eq!(fake.calls(), around(&replay));
     assert_eq!(fake.depth(), 0);
 
     // Where the context is current already, there is nothing to push; a thread may see to that.
@@ -247,9 +257,9 @@ fn scene_enqueue() {
     loaded
         .enqueue(&stream, &inputs, &outputs, &workspace)
         .expect("enqueue");
-    let mut only_launches = vec!["cuCtxGetCurrent"];
-    only_launches.extend(&calls);
-    assert_eq!(fake.calls(), only_launches);
+    let mut only_the_call = vec!["cuCtxGetCurrent"];
+    only_the_call.extend(&replay);
+    assert_eq!(fake.calls(), only_the_call);
     assert_eq!(fake.depth(), 1);
     drop(current);
     assert_eq!(fake.calls(), ["cuCtxPopCurrent_v2"]);
@@ -287,8 +297,8 @@ fn scene_enqueue() {
     drop((borrowed, memory));
     assert_eq!(
         fake.calls(),
-        want,
-        "borrowed streams and memory are not destroyed"
+        around(&calls),
+        "the first on its stream; borrowed streams and memory are not destroyed"
     );
 
     let _current = device.make_current().expect("current");
@@ -297,6 +307,113 @@ fn scene_enqueue() {
             .enqueue(&stream, &inputs, &outputs, &workspace)
             .expect("enqueue");
     });
+}
+
+/// These calls, on a thread whose current context is another.
+fn around(calls: &[&'static str]) -> Vec<&'static str> {
+    let mut all = vec!["cuCtxGetCurrent", "cuCtxPushCurrent_v2"];
+    all.extend(calls);
+    all.push("cuCtxPopCurrent_v2");
+    all
+}
+
+/// What the driver is asked for a call that is launched as a graph of that many kernels.
+fn replay_of(launches: usize) -> Vec<&'static str> {
+    let mut calls = vec!["cuStreamIsCapturing"];
+    calls.extend(vec!["cuGraphExecKernelNodeSetParams_v2"; launches]);
+    calls.push("cuGraphLaunch");
+    calls
+}
+
+#[test]
+fn calls_in_a_row_on_one_stream_are_one_graph_each_with_parameters_of_its_own() {
+    play("scene_replay", &[]);
+}
+
+#[test]
+#[ignore = "a scene"]
+fn scene_replay() {
+    let fake = Fake::open();
+    let device = Device::open(0).expect("device");
+    let problem = problem();
+    let loaded = load(&device, &problem);
+    assert!(loaded.is_replayed());
+    let launched = loaded.plan().launches.iter().filter(|l| l.grid > 0).count();
+    assert!(launched > 1, "one launch would show less");
+    let workspace = device
+        .alloc(loaded.plan().workspace.total_bytes)
+        .expect("workspace");
+    let tensors = [tensors(&device, &problem), tensors(&device, &problem)];
+    let streams = [(); 2].map(|()| device.stream().expect("stream"));
+    let _current = device.make_current().expect("current");
+    let call = |stream: usize, of: usize| {
+        let (inputs, outputs) = &tensors[of];
+        loaded.enqueue(&streams[stream], inputs, outputs, &workspace)
+    };
+    let driver = |stream, of| {
+        fake.calls();
+        call(stream, of).expect("enqueue");
+        let mut calls = fake.calls();
+        calls.retain(|c| c != "cuTensorMapEncodeTiled" && c != "cuCtxGetCurrent");
+        calls
+    };
+    let launches = vec!["cuLaunchKernelEx"; launched];
+    assert_eq!(driver(0, 0), launches, "the first on its stream");
+    for of in [0, 1, 0] {
+        assert_eq!(driver(0, of), replay_of(launched));
+        assert_eq!(fake.last_set(), tensors[of].0.dt.address());
+    }
+    // Two streams that take turns do not wait for each other.
+    for stream in [1, 0, 1, 0] {
+        assert_eq!(driver(stream, 0), launches);
+    }
+    assert_eq!(driver(0, 0), replay_of(launched));
+    // What the caller captures is kernels.
+    fake.calls();
+    streams[0]
+        .capture(|_| call(0, 1))
+        .map(drop)
+        .expect("capture");
+    let calls = fake.calls();
+    let count = |name: &str| calls.iter().filter(|c| *c == name).count();
+    assert_eq!(
+        (count("cuLaunchKernelEx"), count("cuGraphLaunch")),
+        (launched, 0),
+        "{calls:?}"
+    );
+    assert_eq!(driver(0, 1), replay_of(launched));
+}
+
+#[test]
+fn a_driver_that_refuses_parameters_gets_launches_and_is_not_asked_again() {
+    play("scene_refused_replay", &["REFUSE_SET"]);
+}
+
+#[test]
+#[ignore = "a scene"]
+fn scene_refused_replay() {
+    let fake = Fake::open();
+    let device = Device::open(0).expect("device");
+    let problem = problem();
+    let loaded = load(&device, &problem);
+    let launched = loaded.plan().launches.iter().filter(|l| l.grid > 0).count();
+    let workspace = device
+        .alloc(loaded.plan().workspace.total_bytes)
+        .expect("workspace");
+    let (inputs, outputs) = tensors(&device, &problem);
+    let stream = device.stream().expect("stream");
+    for asked in [0, 1, 0, 0] {
+        fake.calls();
+        loaded
+            .enqueue(&stream, &inputs, &outputs, &workspace)
+            .expect("enqueue");
+        let calls = fake.calls();
+        let count = |name: &str| calls.iter().filter(|c| *c == name).count();
+        assert_eq!(count("cuLaunchKernelEx"), launched, "{calls:?}");
+        assert_eq!(count("cuGraphExecKernelNodeSetParams_v2"), asked);
+        assert_eq!(count("cuGraphLaunch"), 0);
+    }
+    assert!(!loaded.is_replayed());
 }
 
 #[test]
@@ -550,20 +667,16 @@ fn scene_step() {
         out: make(Some(p.dtype), &[5, 1, 4, 64]),
     };
     let stream = device.stream().expect("stream");
+    fake.calls();
+    loaded.enqueue(&stream, &inputs, &outputs).expect("enqueue");
+    assert_eq!(fake.calls(), around(&["cuLaunchKernelEx"]));
     loaded.enqueue(&stream, &inputs, &outputs).expect("enqueue");
     fake.calls();
     let before = ALLOCATIONS.get();
     loaded.enqueue(&stream, &inputs, &outputs).expect("enqueue");
     assert_eq!(ALLOCATIONS.get(), before);
-    assert_eq!(
-        fake.calls(),
-        [
-            "cuCtxGetCurrent",
-            "cuCtxPushCurrent_v2",
-            "cuLaunchKernelEx",
-            "cuCtxPopCurrent_v2"
-        ]
-    );
+    assert_eq!(fake.calls(), around(&replay_of(1)));
+    assert_eq!(fake.last_set(), outputs.state.address());
     let _current = device.make_current().expect("current");
     host_cost("step", || {
         loaded.enqueue(&stream, &inputs, &outputs).expect("enqueue");
