@@ -114,6 +114,11 @@ impl Turn<'_> {
     /// Enqueues the call, once every launch has its parameters.
     pub fn launch(&mut self, stream: &Stream) -> Result<(), CudaError> {
         match self.ready.as_ref() {
+            // What was not set is an earlier call's.
+            Some(ready) if self.next < ready.nodes.len() => Err(CudaError::View {
+                available: self.next,
+                needed: ready.nodes.len(),
+            }),
             Some(ready) => ready.executable.launch_bound(stream),
             None => Ok(()),
         }
@@ -133,15 +138,19 @@ impl Ready {
     ) -> Result<Option<Ready>, CudaError> {
         let _bound = device.bind()?;
         let graph = device.stream()?.record_graph(enqueue)?;
-        let mut handles = vec![std::ptr::null_mut(); modules.len()];
-        let mut count = handles.len();
-        // SAFETY: the pointers are to an array of `count` handles and to its length, which the driver sets to the number of nodes.
+        let mut count = 0;
+        // SAFETY: no array: the driver sets the number of nodes.
         check("cuGraphGetNodes", unsafe {
-            sys::cuGraphGetNodes(graph.raw(), handles.as_mut_ptr(), &mut count)
+            sys::cuGraphGetNodes(graph.raw(), std::ptr::null_mut(), &mut count)
         })?;
         if count != modules.len() || modules.is_empty() {
             return Ok(None);
         }
+        let mut handles = vec![std::ptr::null_mut(); count];
+        // SAFETY: the pointers are to an array of `count` handles and to its length.
+        check("cuGraphGetNodes", unsafe {
+            sys::cuGraphGetNodes(graph.raw(), handles.as_mut_ptr(), &mut count)
+        })?;
         let captured = handles
             .into_iter()
             .map(Node::of)
@@ -189,6 +198,7 @@ impl Node {
             sys::cuGraphKernelNodeGetParams_v2(handle, &mut launch)
         })?;
         launch.kernelParams = std::ptr::null_mut::<*mut c_void>();
+        launch.extra = std::ptr::null_mut();
         Ok(Node { handle, launch })
     }
 }

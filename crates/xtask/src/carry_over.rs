@@ -2,8 +2,9 @@
 //! it names by a digest over all of their text; an edit for one kind of problem makes the records of all others stale. Those whose kernels
 //! compile to the same machine code before and after were measured with today's kernels and may say so.
 //!
-//! `cargo xtask carry-over FILE` before the edit writes to FILE what the kernels of every record compile to; after it, with the file there, it
-//! gives the records whose code is the same today's digest. The others stay stale until they are tuned anew.
+//! `cargo xtask carry-over before FILE` writes to FILE what the kernels of every record compile to; after the edit `carry-over after FILE` gives the
+//! records whose code is the same today's digest. The others stay stale until they are tuned anew, and so do records of a tuning in which
+//! candidates were rejected: the edit may have been for them. What else an edit does for configs that did not win is not looked at.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -29,25 +30,35 @@ struct Code {
 
 type Codes = BTreeMap<String, Code>;
 
-/// `cargo xtask carry-over FILE`, with the path of NVRTC in the environment.
+/// Which side of the edit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Writes the file.
+    Before,
+    /// Reads it.
+    After,
+}
+
+/// `cargo xtask carry-over before|after FILE`, with the path of NVRTC in the environment.
 ///
 /// # Errors
 /// Files that cannot be read or written, no NVRTC, or a record whose kernels do not compile.
-pub fn run(file: &Path) -> Result<(), String> {
+pub fn run(side: Side, file: &Path) -> Result<(), String> {
     let nvrtc = Nvrtc::load().map_err(|e| e.to_string())?;
     let mut shipped = shipped()?;
     let records: Vec<&Record> = shipped.iter().flat_map(|(_, records)| records).collect();
     println!("{} records, NVRTC {}", records.len(), nvrtc.version());
     let now = codes(&records, &nvrtc)?;
-    let Ok(before) = std::fs::read(file) else {
+    if side == Side::Before {
         let text = serde_json::to_vec_pretty(&now).map_err(|e| e.to_string())?;
         std::fs::write(file, text).map_err(|e| format!("{}: {e}", file.display()))?;
         println!(
-            "wrote {}: edit the templates, then run this again",
+            "wrote {}: edit the templates, then `carry-over after`",
             file.display()
         );
         return Ok(());
-    };
+    }
+    let before = std::fs::read(file).map_err(|e| format!("{}: {e}", file.display()))?;
     let before: Codes =
         serde_json::from_slice(&before).map_err(|e| format!("{}: {e}", file.display()))?;
     let (mut carried, mut stale, mut fresh) = (0, vec![], 0);
@@ -96,6 +107,7 @@ fn verdict(record: &Record, before: Option<&Code>, now: &Code) -> Verdict {
         return Verdict::Fresh;
     }
     match before {
+        _ if record.evidence.rejected > 0 => Verdict::Stale,
         // That two compilers agree on one of them says nothing of a third, which the record was measured with.
         Some(before)
             if before.template_digest == built_with.template_digest
@@ -203,6 +215,7 @@ mod tests {
         let mut record = records.swap_remove(0);
         record.evidence.built_with.template_digest = "old".into();
         record.evidence.built_with.nvrtc = "13.0".into();
+        record.evidence.rejected = 0;
         let now = code("new", "same", "13.0");
         let of = |before: &Code| verdict(&record, Some(before), &now);
         assert_eq!(of(&code("old", "same", "13.0")), Verdict::Same);
@@ -210,6 +223,10 @@ mod tests {
         assert_eq!(of(&code("older", "same", "13.0")), Verdict::Stale);
         assert_eq!(of(&code("old", "same", "12.8")), Verdict::Stale);
         assert_eq!(verdict(&record, None, &now), Verdict::Stale);
+        let mut others_failed = record.clone();
+        others_failed.evidence.rejected = 1;
+        let before = code("old", "same", "13.0");
+        assert_eq!(verdict(&others_failed, Some(&before), &now), Verdict::Stale);
         record.evidence.built_with.template_digest = "new".into();
         assert_eq!(verdict(&record, None, &now), Verdict::Fresh);
     }

@@ -248,8 +248,10 @@ fn crowded_cases(kernel: Kernel, device: &DeviceFacts) -> Vec<Case> {
     }
     let first: Row = vec![0; parameters.len() + options.len()];
     // Without the gate, a Y without D is but the easier one.
-    let at =
-        |key: &str| parameters.len() + options.iter().position(|(k, _)| *k == key).unwrap_or(0);
+    let at = |key: &str| {
+        let option = options.iter().position(|(k, _)| *k == key);
+        parameters.len() + option.expect("d and z should be options")
+    };
     let easier = |row: &Row| row[at("d")] != row[at("z")] && row[at("z")] == 0;
     combinations(&first, &combined)
         .iter()

@@ -3,6 +3,8 @@
 
 use std::process::ExitCode;
 
+use xtask::carry_over::Side;
+
 const USAGE: &str = "\
 usage: cargo xtask COMMAND
 
@@ -11,9 +13,10 @@ usage: cargo xtask COMMAND
   check   the quick part: format, lints, architecture, golden headers
   bless   rewrite the golden headers after a wanted change of the templates' constants
   gate    only compile every kernel for every architecture; gate KERNEL ...: only these kernels
-  carry-over FILE
-          before an edit of templates: writes to FILE what the kernels of shipped records compile to. After it: records whose kernels
-          compile to the same keep their place, as measured with today's templates";
+  carry-over before FILE
+          before an edit of templates: writes to FILE what the kernels of shipped records compile to
+  carry-over after FILE
+          after it: records whose kernels compile to the same are marked as measured with today's templates";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -24,8 +27,9 @@ fn main() -> ExitCode {
         ["gate", ref kernels @ ..] => xtask::steps::gate(kernels),
         // The compile gate proper, started by `test` and `gate` with the path of NVRTC in its environment.
         ["gate-here", ref kernels @ ..] => xtask::gate::run(kernels),
-        ["carry-over", file] => xtask::steps::carry_over(file),
-        ["carry-over-here", file] => xtask::carry_over::run(file.as_ref()),
+        ["carry-over", side @ ("before" | "after"), file] => xtask::steps::carry_over(side, file),
+        ["carry-over-here", "before", file] => xtask::carry_over::run(Side::Before, file.as_ref()),
+        ["carry-over-here", "after", file] => xtask::carry_over::run(Side::After, file.as_ref()),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
             Ok(())

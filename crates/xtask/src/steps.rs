@@ -189,13 +189,13 @@ pub fn check() -> Result<(), String> {
 ///
 /// # Errors
 /// As [`crate::carry_over::run`].
-pub fn carry_over(file: &str) -> Result<(), String> {
+pub fn carry_over(side: &str, file: &str) -> Result<(), String> {
     let (mut steps, missing) = steps_with_wheels()?;
     if missing.contains(&"NVRTC") {
         return Err("carry-over needs NVRTC".into());
     }
     let here = ["run", "--quiet", "--package", "xtask", "--"];
-    let arguments = ["carry-over-here", file];
+    let arguments = ["carry-over-here", side, file];
     steps.cargo(
         "kernels of shipped records",
         &[&here[..], &arguments].concat(),
