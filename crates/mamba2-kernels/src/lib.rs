@@ -17,6 +17,7 @@
 
 mod code;
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::LazyLock;
 
@@ -137,7 +138,7 @@ impl Rendered {
 }
 
 impl Source {
-    /// SHA-256 in hex over the code ([`code_of`]) of the entry template and of every shared header, and their names. The same for all
+    /// SHA-256 in hex over the code ([`code_of`]) of the entry template and of the headers it includes, and their names. The same for all
     /// configs, and whatever the comments say.
     pub fn template_digest(&self) -> String {
         digest_of((self.source_name, self.source))
@@ -217,30 +218,67 @@ pub fn template_digest(kernel: Kernel) -> String {
     digest_of(entry_file(kernel))
 }
 
-/// The digest over the headers, to go on from: they are most of the text, and an engine asks for the digest of every kernel.
-static OF_HEADERS: LazyLock<Sha256> = LazyLock::new(|| {
-    let mut hash = Sha256::new();
-    for file in HEADERS {
-        add_file(&mut hash, *file);
-    }
-    hash
-});
+/// Code of the headers, hashed once: an engine asks for the digest of every kernel.
+struct Headers(BTreeMap<&'static str, (Sha256Digest, Vec<String>)>);
 
-fn add_file(hash: &mut Sha256, (name, text): (&str, &str)) {
-    // Lengths first, so that no two lists of texts give the same stream.
-    for part in [name, &code_of(text)] {
-        hash.update((part.len() as u64).to_le_bytes());
-        hash.update(part);
+type Sha256Digest = [u8; 32];
+
+static OF_HEADERS: LazyLock<Headers> = LazyLock::new(|| Headers::of(HEADERS.iter().copied()));
+
+impl Headers {
+    /// Digest and includes of each.
+    fn of(headers: impl IntoIterator<Item = (&'static str, impl AsRef<str>)>) -> Headers {
+        let of = |(name, text)| {
+            let code = code_of(AsRef::<str>::as_ref(&text));
+            (name, (Sha256::digest(&code).into(), includes(&code)))
+        };
+        Headers(headers.into_iter().map(of).collect())
+    }
+
+    /// Digest over an entry template and the headers that it includes, and those that they include: an edit of one changes nothing for kernels that
+    /// never see it.
+    fn digest_with(&self, (name, text): (&str, &str)) -> String {
+        let code = code_of(text);
+        let mut seen = BTreeMap::new();
+        let mut open = includes(&code);
+        while let Some(header) = open.pop() {
+            // The generated one, which is part of what a kernel is named by, has no text here.
+            let Some((name, (digest, includes))) = self.0.get_key_value(header.as_str()) else {
+                continue;
+            };
+            if seen.insert(*name, digest).is_none() {
+                open.extend(includes.iter().cloned());
+            }
+        }
+        let mut hash = Sha256::new();
+        // Lengths first, so that no two lists of texts give the same stream.
+        for part in [name, &code] {
+            hash.update((part.len() as u64).to_le_bytes());
+            hash.update(part);
+        }
+        for (name, digest) in seen {
+            hash.update((name.len() as u64).to_le_bytes());
+            hash.update(name);
+            hash.update(digest);
+        }
+        hash.finalize().iter().fold(String::new(), |mut s, b| {
+            let _ = write!(s, "{b:02x}");
+            s
+        })
     }
 }
 
+/// Names of the files that a text includes.
+fn includes(code: &str) -> Vec<String> {
+    code.lines()
+        .filter_map(|line| line.trim().strip_prefix("#include"))
+        .filter_map(|rest| rest.split('"').nth(1))
+        .map(String::from)
+        .collect()
+}
+
 fn digest_of(entry: (&str, &str)) -> String {
-    let mut hash = OF_HEADERS.clone();
-    add_file(&mut hash, entry);
-    hash.finalize().iter().fold(String::new(), |mut s, b| {
-        let _ = write!(s, "{b:02x}");
-        s
-    })
+    OF_HEADERS.digest_with(entry)
 }
 
 struct Header {
@@ -463,7 +501,9 @@ fn rendered(kernel: Kernel, header: Header, launch: KernelLaunch) -> Rendered {
 mod tests {
     use mamba2_spec::{Arch, DeviceFacts, Problem};
 
-    use super::{HEADERS, code_of, digest_of, entry_file, template_digest};
+    use super::{
+        CONFIG_HEADER, HEADERS, Headers, code_of, digest_of, entry_file, includes, template_digest,
+    };
 
     #[test]
     fn a_digest_is_of_the_code_and_of_every_token_of_it() {
@@ -482,6 +522,60 @@ mod tests {
             assert_eq!(code_of(&code), code, "{name}");
             assert!(!code.contains("//"), "{name}");
             assert!(code.starts_with("#pragma once\n"), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_header_counts_for_the_kernels_that_include_it_and_for_no_other() {
+        let digests = |headers: &Headers| {
+            mamba2_spec::Kernel::ALL.map(|kernel| headers.digest_with(entry_file(kernel)))
+        };
+        let today = digests(&Headers::of(HEADERS.iter().copied()));
+        for (changed, kernels) in [
+            (
+                "common/sm90_split_pipeline.cuh",
+                vec!["sm90_split_segment_state", "sm90_split_fused_forward"],
+            ),
+            (
+                "common/work.cuh",
+                vec!["chunk_cumsum", "fwd_pass_state", "compute_out"],
+            ),
+            // Through other headers too.
+            (
+                "ptx/math.cuh",
+                mamba2_spec::Kernel::ALL.map(|k| k.name()).to_vec(),
+            ),
+        ] {
+            let edited = HEADERS.iter().map(|(name, text)| {
+                let edit = if *name == changed {
+                    "\nconstexpr int EDIT = 1;\n"
+                } else {
+                    ""
+                };
+                (*name, format!("{text}{edit}"))
+            });
+            let now = digests(&Headers::of(edited));
+            for ((kernel, before), after) in mamba2_spec::Kernel::ALL.iter().zip(&today).zip(&now) {
+                let includes = kernels.contains(&kernel.name());
+                assert_eq!(before != after, includes, "{changed}: {}", kernel.name());
+            }
+        }
+    }
+
+    #[test]
+    fn every_include_is_a_header() {
+        let entries = mamba2_spec::Kernel::ALL.map(entry_file);
+        for (file, text) in entries.iter().chain(HEADERS) {
+            let code = code_of(text);
+            assert_eq!(
+                includes(&code).len(),
+                code.matches("#include").count(),
+                "{file}"
+            );
+            for name in includes(&code) {
+                let known = HEADERS.iter().any(|(header, _)| *header == name);
+                assert!(known || name == CONFIG_HEADER, "{file} includes {name}");
+            }
         }
     }
 

@@ -1,6 +1,6 @@
 //! Shipped records through an edit of templates that leaves their kernels as they were. A record holds for the templates it was measured with, which
-//! it names by a digest over all of their text; an edit for one kind of problem makes the records of all others stale. Those whose kernels
-//! compile to the same machine code before and after were measured with today's kernels and may say so.
+//! it names by a digest over the text of its kernels and of what they include; an edit for one kind of problem makes the records of all others
+//! of these kernels stale. Those whose kernels compile to the same machine code before and after were measured with today's kernels and may say so.
 //!
 //! `cargo xtask carry-over before FILE` writes to FILE what the kernels of every record compile to; after the edit `carry-over after FILE` gives the
 //! records whose code is the same today's digest. The others stay stale until they are tuned anew, and so do records of a tuning in which
