@@ -208,18 +208,17 @@ impl LoadedForward {
         let _bound = self.device.bind()?;
         let maps = self.tensor_maps(inputs, outputs)?;
         let all = 0..self.kernels.len();
-        if let Some(mut turn) = self.replay.begin(stream) {
-            let set = self.each_launch(args, &maps, all.clone(), |kernel, args, maps, _| {
+        let replayed = self.replay.enqueue(stream, |parameters| {
+            self.each_launch(args, &maps, all.clone(), |kernel, args, maps, _| {
                 if kernel.launch.grid == 0 {
                     return Ok(());
                 }
                 // SAFETY: as in launch.
-                unsafe { turn.set(args, maps) }
-            });
-            match set.and_then(|()| turn.launch(stream)) {
-                Ok(()) => return Ok(()),
-                Err(_) => turn.give_up(),
-            }
+                unsafe { parameters.set(args, maps) }
+            })
+        });
+        if replayed {
+            return Ok(());
         }
         self.launch(stream, args, &maps, all)
     }

@@ -6,7 +6,7 @@
 //! launched kernel by kernel.
 
 use std::ffi::c_void;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 
 use cudarc::driver::sys::{self, CUDA_KERNEL_NODE_PARAMS, CUgraphNode};
 
@@ -70,63 +70,64 @@ impl Replay {
         self.ready.lock().is_ok_and(|r| r.is_some())
     }
 
-    /// The graph for a call on `stream`, if it may be launched there. The device's context must be current.
-    pub fn begin(&self, stream: &Stream) -> Option<Turn<'_>> {
+    /// Enqueues a call on `stream` as a graph, if it may be: `set` gives each launch its parameters, in order. False if nothing was enqueued. The
+    /// device's context must be current.
+    pub fn enqueue(
+        &self,
+        stream: &Stream,
+        set: impl FnOnce(&mut Parameters<'_>) -> Result<(), CudaError>,
+    ) -> bool {
         // Who finds another call at work does not wait for it.
-        let mut ready = self.ready.try_lock().ok()?;
-        let before = ready.as_mut()?.stream.replace(stream.raw() as usize);
-        let follows = before == Some(stream.raw() as usize) && !stream.is_capturing();
-        follows.then_some(Turn { ready, next: 0 })
+        let Ok(mut place) = self.ready.try_lock() else {
+            return false;
+        };
+        let Some(ready) = place.as_mut() else {
+            return false;
+        };
+        let handle = stream.raw() as usize;
+        let follows = ready.stream.replace(handle) == Some(handle) && !stream.is_capturing();
+        if !follows {
+            return false;
+        }
+        let mut parameters = Parameters {
+            executable: &ready.executable,
+            nodes: ready.nodes.iter_mut(),
+        };
+        let set = set(&mut parameters);
+        // What was not set is an earlier call's.
+        let all = parameters.nodes.len() == 0;
+        let done = set.is_ok() && all && ready.executable.launch_bound(stream).is_ok();
+        if !done {
+            *place = None; // for good: what fails once costs every call
+        }
+        done
     }
 }
 
-/// One call's use of a graph.
-pub(crate) struct Turn<'a> {
-    ready: MutexGuard<'a, Option<Ready>>,
-    next: usize,
+/// Places for the parameters of a call.
+pub(crate) struct Parameters<'a> {
+    executable: &'a Graph,
+    nodes: std::slice::IterMut<'a, Node>,
 }
 
-impl Turn<'_> {
-    /// Sets the parameters of the next launch.
+impl Parameters<'_> {
+    /// Sets those of the next launch.
     ///
     /// # Safety
     /// As [`Module::launch`].
     pub unsafe fn set<A, B>(&mut self, args: &A, more: Option<&B>) -> Result<(), CudaError> {
-        let Some(ready) = self.ready.as_mut() else {
-            return Ok(());
-        };
-        let node = &mut ready.nodes[self.next];
-        self.next += 1;
+        let node = self.nodes.next().ok_or(CudaError::View {
+            available: 0,
+            needed: 1,
+        })?;
         let mut parameters = Module::parameters(args, more);
         node.launch.kernelParams = parameters.as_mut_ptr();
         // SAFETY: the node is one of this graph, whose kernel takes these parameters, by whoever calls; the driver copies them.
         let set = check("cuGraphExecKernelNodeSetParams", unsafe {
-            sys::cuGraphExecKernelNodeSetParams_v2(
-                ready.executable.raw(),
-                node.handle,
-                &node.launch,
-            )
+            sys::cuGraphExecKernelNodeSetParams_v2(self.executable.raw(), node.handle, &node.launch)
         });
         node.launch.kernelParams = std::ptr::null_mut();
         set
-    }
-
-    /// Enqueues the call, once every launch has its parameters.
-    pub fn launch(&mut self, stream: &Stream) -> Result<(), CudaError> {
-        match self.ready.as_ref() {
-            // What was not set is an earlier call's.
-            Some(ready) if self.next < ready.nodes.len() => Err(CudaError::View {
-                available: self.next,
-                needed: ready.nodes.len(),
-            }),
-            Some(ready) => ready.executable.launch_bound(stream),
-            None => Ok(()),
-        }
-    }
-
-    /// Gives the graph up for good.
-    pub fn give_up(mut self) {
-        *self.ready = None;
     }
 }
 

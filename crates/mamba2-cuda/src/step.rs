@@ -138,12 +138,12 @@ impl LoadedStep {
             ..self.fixed
         };
         let _bound = self.device.bind()?;
-        if let Some(mut turn) = self.replay.begin(stream) {
+        let replayed = self.replay.enqueue(stream, |parameters| {
             // SAFETY: as in launch.
-            match unsafe { turn.set(&args, None::<&()>) }.and_then(|()| turn.launch(stream)) {
-                Ok(()) => return Ok(()),
-                Err(_) => turn.give_up(),
-            }
+            unsafe { parameters.set(&args, None::<&()>) }
+        });
+        if replayed {
+            return Ok(());
         }
         launch(&self.kernel, stream, &args)
     }

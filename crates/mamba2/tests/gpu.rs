@@ -8,10 +8,10 @@ use common::{
 };
 use mamba2::{
     Backend, Device, Dtype, Engine, ForwardInputs, ForwardOutputs, HasMeta, HostData, HostTensor,
-    Mode, Plan, StepProblem, StrategyConfig, TensorMeta,
+    Mode, Plan, StepProblem, StrategyConfig, Stream, TensorMeta,
 };
 use mamba2_reference::{
-    Bounds, ErrorReport, Pattern, Values, generate, generate_packed, generate_step, step,
+    Bounds, ErrorReport, Generated, Pattern, Values, generate, generate_packed, generate_step, step,
 };
 use mamba2_spec::Sm90ChainConfig;
 use mamba2_spec::parameters::Sm90ChainForward;
@@ -131,12 +131,7 @@ fn a_padded_tail_of_nan_is_neither_read_nor_written() {
 }
 
 /// Runs on device tensors laid as `place` says.
-fn run_device(
-    engine: &Engine,
-    plan: &Plan,
-    made: &mamba2_reference::Generated,
-    place: Place,
-) -> common::Results {
+fn run_device(engine: &Engine, plan: &Plan, made: &Generated, place: Place) -> common::Results {
     let on = OnDevice::new(device(engine), plan, made, place);
     let stream = device(engine).stream().expect("stream");
     plan.forward(&stream, &on.inputs, &on.outputs, &on.workspace)
@@ -292,33 +287,57 @@ fn a_plan_of_the_cpu_backend_refuses_device_tensors() {
     assert!(matches!(error, mamba2::Error::NotOnDevice), "{error}");
 }
 
+/// A call with tensors of its own, and what it leaves when nothing runs beside it.
+struct OneCall {
+    made: Generated,
+    want: Vec<u8>,
+    on: OnDevice,
+}
+
+impl OneCall {
+    fn new(engine: &Engine, plan: &Plan, seed: u64) -> OneCall {
+        let made = generate(plan.problem(), seed, Pattern::Plain);
+        OneCall {
+            want: bits(&run_device(engine, plan, &made, Place::Exact)),
+            on: OnDevice::new(device(engine), plan, &made, Place::Exact),
+            made,
+        }
+    }
+
+    fn enqueue(&self, plan: &Plan, stream: &Stream) {
+        let on = &self.on;
+        plan.forward(stream, &on.inputs, &on.outputs, &on.workspace)
+            .expect("enqueue");
+    }
+
+    fn assert_right(&self, plan: &Plan) {
+        let results = self.on.results();
+        assert_right(plan.problem(), &self.made, &results);
+        assert_eq!(bits(&results), self.want, "{}", plan.problem());
+    }
+}
+
+fn calls(engine: &Engine, plan: &Plan, count: u64) -> Vec<OneCall> {
+    let seeds = 0..count;
+    seeds.map(|s| OneCall::new(engine, plan, s)).collect()
+}
+
 #[test]
 fn two_streams_with_their_own_workspaces_do_not_disturb_each_other() {
     let Some(engine) = engine() else { return };
     let plan = plan(&engine, "b=2,l=2000,h=8,p=64,g=2,n=128");
-    let made: Vec<_> = (0..2)
-        .map(|seed| generate(plan.problem(), seed, Pattern::Plain))
-        .collect();
-    let want: Vec<_> = made
-        .iter()
-        .map(|m| bits(&run_device(&engine, &plan, m, Place::Exact)))
-        .collect();
-    let on: Vec<_> = made
-        .iter()
-        .map(|m| OnDevice::new(device(&engine), &plan, m, Place::Exact))
-        .collect();
+    let calls = calls(&engine, &plan, 2);
     let streams: Vec<_> = (0..2)
         .map(|_| device(&engine).stream().expect("stream"))
         .collect();
     for _ in 0..10 {
-        for i in 0..2 {
-            plan.forward(&streams[i], &on[i].inputs, &on[i].outputs, &on[i].workspace)
-                .expect("enqueue");
+        for (call, stream) in calls.iter().zip(&streams) {
+            call.enqueue(&plan, stream);
         }
     }
-    for i in 0..2 {
-        streams[i].synchronize().expect("synchronize");
-        assert_eq!(bits(&on[i].results()), want[i]);
+    for (call, stream) in calls.iter().zip(&streams) {
+        stream.synchronize().expect("synchronize");
+        call.assert_right(&plan);
     }
 }
 
@@ -339,27 +358,14 @@ fn calls_in_a_row_on_one_stream_keep_their_tensors_apart() {
         let got = kernels.filter(|l| l.grid > 0).count();
         // More only where the device has no fast path.
         assert!(got >= launches, "{shape}: {got} launches");
-        let made: Vec<_> = (0..3)
-            .map(|seed| generate(plan.problem(), seed, Pattern::Plain))
-            .collect();
-        let want: Vec<_> = made
-            .iter()
-            .map(|m| bits(&run_device(&engine, &plan, m, Place::Exact)))
-            .collect();
-        let on: Vec<_> = made
-            .iter()
-            .map(|m| OnDevice::new(device(&engine), &plan, m, Place::Exact))
-            .collect();
+        let calls = calls(&engine, &plan, 3);
         let stream = device(&engine).stream().expect("stream");
-        for on in on.iter().chain(&on).chain(on.iter().rev()) {
-            plan.forward(&stream, &on.inputs, &on.outputs, &on.workspace)
-                .expect("enqueue");
+        for call in calls.iter().chain(&calls).chain(calls.iter().rev()) {
+            call.enqueue(&plan, &stream);
         }
         stream.synchronize().expect("synchronize");
-        for ((on, want), made) in on.iter().zip(&want).zip(&made) {
-            let results = on.results();
-            assert_right(plan.problem(), made, &results);
-            assert_eq!(&bits(&results), want, "{shape}");
+        for call in &calls {
+            call.assert_right(&plan);
         }
         assert!(loaded.is_replayed(), "{shape}: the driver refused");
     }
@@ -374,16 +380,13 @@ fn threads_share_a_plan() {
         for seed in 0..4 {
             let (engine, plan) = (&engine, &plan);
             scope.spawn(move || {
-                let made = generate(plan.problem(), seed, Pattern::Plain);
-                let want = bits(&run_device(engine, plan, &made, Place::Exact));
-                let on = OnDevice::new(device(engine), plan, &made, Place::Exact);
+                let call = OneCall::new(engine, plan, seed);
                 let stream = device(engine).stream().expect("stream");
                 for _ in 0..200 {
-                    plan.forward(&stream, &on.inputs, &on.outputs, &on.workspace)
-                        .expect("enqueue");
+                    call.enqueue(plan, &stream);
                 }
                 stream.synchronize().expect("synchronize");
-                assert_eq!(bits(&on.results()), want);
+                call.assert_right(plan);
             });
         }
     });
@@ -427,33 +430,18 @@ fn a_chain_of_blocks_finishes_beside_other_work() {
         "b=4,l=4096,h=16,p=64,g=1,n=128",
     ]
     .map(|shape| plan(&engine, shape));
-    let made: Vec<_> = plans
-        .iter()
-        .map(|p| generate(p.problem(), 7, Pattern::Plain))
-        .collect();
-    let want: Vec<_> = plans
-        .iter()
-        .zip(&made)
-        .map(|(p, m)| bits(&run_device(&engine, p, m, Place::Exact)))
-        .collect();
-    let on: Vec<_> = plans
-        .iter()
-        .zip(&made)
-        .map(|(p, m)| OnDevice::new(device(&engine), p, m, Place::Exact))
-        .collect();
+    let calls = plans.each_ref().map(|p| OneCall::new(&engine, p, 7));
     let streams = plans
         .each_ref()
         .map(|_| device(&engine).stream().expect("stream"));
     for _ in 0..100 {
         for i in [2, 0, 1] {
-            plans[i]
-                .forward(&streams[i], &on[i].inputs, &on[i].outputs, &on[i].workspace)
-                .expect("enqueue");
+            calls[i].enqueue(&plans[i], &streams[i]);
         }
     }
-    for i in 0..plans.len() {
+    for (i, call) in calls.iter().enumerate() {
         streams[i].synchronize().expect("synchronize");
-        assert_eq!(bits(&on[i].results()), want[i], "{}", plans[i].problem());
+        call.assert_right(&plans[i]);
     }
 }
 

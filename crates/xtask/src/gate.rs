@@ -252,7 +252,7 @@ fn crowded_cases(kernel: Kernel, device: &DeviceFacts) -> Vec<Case> {
         let option = options.iter().position(|(k, _)| *k == key);
         parameters.len() + option.expect("d and z should be options")
     };
-    let easier = |row: &Row| row[at("d")] != row[at("z")] && row[at("z")] == 0;
+    let easier = |row: &Row| row[at("z")] == 0 && row[at("d")] > 0;
     combinations(&first, &combined)
         .iter()
         .filter(|row| !easier(row))

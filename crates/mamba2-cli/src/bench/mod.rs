@@ -43,8 +43,8 @@ struct Group {
 }
 
 impl Group {
-    /// Inputs. The time of a call depends on them: denser products take more power, and the clock gives way. Where calls are held against each
-    /// other, all have step sizes that the dt pipeline leaves much as they are without it: those of trained models.
+    /// Inputs. Where calls are held against each other, all have step sizes that the dt pipeline leaves much as they are without it, those of trained
+    /// models, so that no difference can come from the numbers.
     fn pattern(&self) -> Pattern {
         if self.against_first {
             Pattern::Model
