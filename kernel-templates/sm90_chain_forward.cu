@@ -6,9 +6,11 @@
 // Step 1 takes the last chunk first, so that the sum is never scaled. A block waits for blocks of lower index only, and all run at once (a
 // cooperative launch: crates/mamba2-cuda/src/module.rs), so there is no order in which the chain could stand still.
 //
+// With HALVES 2 a short segment stays in shared memory, and two consumers share its tokens (common/sm90_halves.cuh); step 1 goes forward then.
+//
 // Grid   chunks_per_row blocks per (sequence, HEADS_BLOCK heads), neighbours
-// Block  a producer warpgroup, WARPGROUPS consumers of one head or a slice of it each, a score warpgroup
-// Shared as sm90_fused_forward
+// Block  a producer warpgroup, WARPGROUPS consumers of one head or a slice of it or half of its segment each, a score warpgroup
+// Shared as sm90_fused_forward, or as common/sm90_halves.cuh says
 // Tail   as in common/sm90_pipeline.cuh; blocks past a short sequence have no tokens and nobody waits for them
 // Source Dao and Gu 2024, section 6, all steps in one launch
 #include "mamba2_config.cuh"
@@ -17,11 +19,15 @@ constexpr bool WITH_C = true;
 constexpr int HEADS = 1;    // a warpgroup; two spill
 
 #include "common/sm90_forward.cuh"
+#include "common/sm90_halves.cuh"
 #include "ptx/grid_flag.cuh"
 
 constexpr int SCORES_OFFSET = BARRIERS_BYTES + STAGES * STAGE_BYTES;
 constexpr int OUTPUT_OFFSET = SCORES_OFFSET + SCORES_BYTES;
-static_assert(OUTPUT_OFFSET + OUTPUT_BYTES + EXCHANGE_BYTES == SMEM_BYTES, "launch.rs carves the same shared memory");
+static_assert((HALVES == 2 ? HALVES_BYTES : OUTPUT_OFFSET + OUTPUT_BYTES + EXCHANGE_BYTES) == SMEM_BYTES, "launch.rs carves the same shared memory");
+constexpr int PARTS = HALVES == 2 ? 2 : SLICES;  // of a head's state that blocks hand over by themselves
+
+MAMBA2_REQUIRE(K05, HALVES == 1 || (WARPGROUPS == 2 && DSTATE_BOXES <= 2), "two consumers of one head");
 
 // A block's place in its chain.
 struct Chain {
@@ -92,7 +98,7 @@ __device__ __forceinline__ void skip_segment(const Segment& s, const Barriers& b
 
 // Where a segment's flag is, and that of the segment before this one which is this thread's.
 __device__ __forceinline__ unsigned long long* flag_of(const ForwardArgs& args, int64 slot, int head, int slice) {
-  return args.flags + (slot * args.nheads + head) * SLICES + slice;
+  return args.flags + (slot * args.nheads + head) * PARTS + slice;
 }
 __device__ __forceinline__ unsigned long long* flag_before(const ForwardArgs& args, const Segment& s, int head, int slice) {
   return flag_of(args, s.slot - s.index + 1 + threadIdx.x % 128, head, slice);
@@ -116,6 +122,61 @@ __device__ __forceinline__ void take_flags_down(const ForwardArgs& args, const S
   if ((add_grid(flag, 1) & FLAG_READERS) + 1 == readers) store_relaxed_grid(flag, 0);
 }
 
+// The consumers' part where the segment stays in shared memory; see common/sm90_halves.cuh.
+__device__ __forceinline__ void consume_halves(const ForwardArgs& args, const Segment& s, const Chain& chain, unsigned char* smem,
+                                               const HalvesBarriers& barriers, int half) {
+  unsigned char* ring = smem + BARRIERS_BYTES;
+  const int head = first_head(s), n0 = half * (DSTATE_PADDED / 2);
+  const HeadD d(args, s, head);
+  const Halves halves(s);
+  const int first = half == 0 ? 0 : halves.middle, end = half == 0 ? halves.middle : halves.chunks;
+  if (half == 1) prefetch_initial_state(args, s, head);
+
+  float part[HALF_REGISTERS], of_first[HALF_REGISTERS];  // this consumer's part of dstate; of what the first half adds
+  float decay = 0.f;
+#pragma unroll
+  for (int i = 0; i < HALF_REGISTERS; ++i) part[i] = 0.f;
+  add_chunks(ring, barriers, half, 0, halves.middle, part, decay);
+#pragma unroll
+  for (int i = 0; i < HALF_REGISTERS; ++i) of_first[i] = part[i];
+  const float decay_of_first = decay;
+  if (chain.later > 0) {
+    add_chunks(ring, barriers, half, halves.middle, halves.chunks, part, decay);
+    store_segment_state(args, s.slot + 1, head, 0, n0 / 8, part);
+    if (threadIdx.x % 128 == 0) args.da_cumsum[(s.slot + 1) * args.nheads + head] = decay;
+    bar_sync(half + 1, 128);  // all of it is stored
+    if (threadIdx.x % 128 == 0) store_release_grid(flag_of(args, s.slot + 1, head, half), args.call);
+  }
+  const bool adds = s.index > 0, exchanges = call_initial_state(args, s, head, 0, n0, part);
+  if (adds) wait_for_segments_before(args, s, head, half, half + 1);
+  if (adds) {
+    add_segment_states<SEGMENTS_WITHOUT_SCAN - 1, HALF_REGISTERS / 4>(args, s, head, 0, n0 / 8, part, [&] {
+      if (exchanges) exchange_initial_state(part);
+    });
+  } else if (exchanges) {
+    exchange_initial_state(part);
+  }
+  const float rest_of_start = ex2_approx(fminf(decay_of_first, 0.f));
+#pragma unroll
+  for (int i = 0; i < HALF_REGISTERS; ++i) of_first[i] += rest_of_start * part[i];  // the state at the middle
+  float state[STATE_REGISTERS];
+  {
+    float give[HALF_REGISTERS], got[HALF_REGISTERS];
+#pragma unroll
+    for (int i = 0; i < HALF_REGISTERS; ++i) give[i] = half == 0 ? of_first[i] : part[i];
+    swap_halves(smem + SWAP_OFFSET, half, give, got);
+#pragma unroll
+    for (int i = 0; i < HALF_REGISTERS; ++i) {
+      state[i] = half == 0 ? part[i] : got[i];
+      state[HALF_REGISTERS + i] = half == 0 ? got[i] : of_first[i];
+    }
+  }
+  const bool has_final = FINAL_DTYPE >= 0 && s.last && half == (halves.chunks > halves.middle);
+  forward_half(ring, smem + HALVES_SCORES_OFFSET, barriers, first, end, has_final, d, state);
+  if (FINAL_DTYPE >= 0 && s.last) store_final_halves(args, s, ring + (halves.chunks - 1) * STAGE_BYTES, has_final, state);
+  if (adds) take_flags_down(args, s, chain, head, half);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_forward(const __grid_constant__ ForwardArgs args,
     const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
@@ -129,6 +190,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_
   const unsigned work = args.chunks_per_row.divide(blockIdx.x);
   const Segment located = locate_chain_segment(args, work, blockIdx.x - work * args.chunks_per_row.value, chain);
   if (located.tokens < 0) return;
+  if constexpr (HALVES == 2) {
+    const HalvesBarriers halves_barriers{smem_address(smem)};
+    if (threadIdx.x == 0) s = located;
+    one_thread_if(copies_segment(), [&] { halves_barriers.init(); });
+    __syncthreads();
+    if (threadIdx.x < PRODUCER_THREADS) {
+      setmaxnreg_dec<PRODUCER_REGISTERS>();
+      produce_halves(args, maps, s, ring, halves_barriers);
+    } else if (threadIdx.x >= PRODUCER_THREADS + 128 * WARPGROUPS) {
+      setmaxnreg_dec<SCORE_REGISTERS>();
+      score_halves(maps, s, ring, smem + HALVES_SCORES_OFFSET, halves_barriers);
+    } else {
+      setmaxnreg_inc<CONSUMER_REGISTERS>();
+      consume_halves(args, s, chain, smem, halves_barriers, __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1);
+    }
+    return;
+  }
   const bool two_passes = chain.later > 0;
   if (threadIdx.x == 0) s = located;
   if (threadIdx.x == 32) score_barriers.init();
@@ -176,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_
     }
     const bool adds = s.index > 0 && valid, exchanges = call_initial_state(args, s, head, 0, n0, state[0]);
     if (adds) wait_for_segments_before(args, s, head, slice, consumer + 1);
-    constexpr bool AT_ONCE = STATE_REGISTERS <= 64 && WARPGROUPS == 1;
+    constexpr bool AT_ONCE = STATE_REGISTERS <= 64 && WARPGROUPS == 1 && !(HAS_Z && D_KIND == 2);  // ptxas spills else
     if constexpr (AT_ONCE) {
       const auto exchange = [&] {
         if (exchanges) exchange_initial_state(state[0]);

@@ -14,6 +14,7 @@
 #include "mamba2_config.cuh"
 
 constexpr bool WITH_C = true;
+constexpr int HALVES = 1;    // of a segment, a consumer each
 
 #include "common/sm90_forward.cuh"
 
@@ -22,7 +23,7 @@ static_assert(BARRIERS_BYTES + STAGES * STAGE_BYTES + SCORES_BYTES + OUTPUT_BYTE
 // The states of a consumer's heads from `head` on at the segment's start, or their slices from dstate n0 on. What does not wait for other kernels
 // comes first.
 constexpr bool MAY_ADD = HEADS * STATE_REGISTERS <= 64;  // launch.rs, needs_scan
-constexpr bool CROWDED = WARPGROUPS > 1 && (PACKED || (INITIAL_DTYPE >= 0 && INITIAL_DTYPE != 2) || (HAS_Z && D_KIND == 0));  // ptxas spills else
+constexpr bool CROWDED = WARPGROUPS > 1 && (PACKED || (INITIAL_DTYPE >= 0 && INITIAL_DTYPE != 2) || (HAS_Z && D_KIND != 1));  // ptxas spills else
 constexpr int AT_ONCE = CROWDED ? 1 : SEGMENTS_WITHOUT_SCAN - 1, VECTORS_AT_ONCE = CROWDED || WARPGROUPS == 1 ? 8 : 4;
 __device__ __forceinline__ void load_start_states(const ForwardArgs& args, const Segment& s, int head, int n0, float (&state)[HEADS][STATE_REGISTERS]) {
   if (s.index == 0 || (MAY_ADD && !args.scanned)) {

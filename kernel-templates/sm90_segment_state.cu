@@ -10,6 +10,7 @@
 #include "mamba2_config.cuh"
 
 constexpr bool WITH_C = false;
+constexpr int HALVES = 1;    // of a segment, a consumer each
 
 #include "common/sm90_pipeline.cuh"
 

@@ -64,8 +64,10 @@ __device__ __forceinline__ void start_product_over_dstate(float (&d)[32], const 
 // Starts Y^T [headdim x 64 tokens] = H C^T, H the state rounded to X_DTYPE: its registers are operand A already. Then scales the state by the
 // chunk's decay and starts H += (w x)^T B behind it, so that the tensor cores have work while Y is on its way through the rest. Two groups are
 // in flight at the end, of which the first is Y. Large states go part by part, for the registers' sake. Of C and B the consumer's slice.
+// MAY_END: H is not updated where nobody asks for it after this chunk.
+template <bool MAY_END = false>
 __device__ __forceinline__ void start_state_products(float (&y)[32], float (&state)[STATE_REGISTERS], const FragmentA<X> (&weighted_x)[4],
-                                                     const unsigned char* stage, int slice, const Vectors& v) {
+                                                     const unsigned char* stage, int slice, const Vectors& v, bool updates = true) {
   constexpr int STEPS = STATE_REGISTERS / 8, PART = HEADS * STATE_REGISTERS > 64 ? 4 : STEPS;
   const WgmmaDescriptor<128> c(smem_address(stage) + slice * SLICE_BYTES, 0);
 #pragma unroll
@@ -82,7 +84,10 @@ __device__ __forceinline__ void start_state_products(float (&y)[32], float (&sta
     wgmma_commit_group();
     if (part + PART < STEPS) wgmma_wait_group<0>();
   }
-  start_state_update(state, weighted_x, stage + B_OFFSET + slice * SLICE_BYTES);
+  if (!MAY_END || updates) {
+    if (MAY_END) wgmma_fence();
+    start_state_update(state, weighted_x, stage + B_OFFSET + slice * SLICE_BYTES);
+  }
   wgmma_commit_group();
 }
 

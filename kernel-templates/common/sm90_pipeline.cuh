@@ -21,7 +21,7 @@ constexpr int SCORE_WARPGROUPS = WITH_C ? 1 : 0;
 
 constexpr int SLICES = WITH_C && WARPGROUPS == 2 && DSTATE > 128 ? 2 : 1;  // launch.rs, sm90_slices
 constexpr int SLICE_BYTES = DSTATE_BOXES / SLICES * BOX_BYTES;               // of B or C
-constexpr int HEADS_BLOCK = HEADS * WARPGROUPS / SLICES;
+constexpr int HEADS_BLOCK = HEADS * WARPGROUPS / SLICES / HALVES;
 constexpr int STATE_REGISTERS = DSTATE_PADDED / SLICES / 2;  // of a thread, for one head or its slice
 
 MAMBA2_REQUIRE(P02, HEADDIM <= 64 && (DSTATE_BOXES == 1 || DSTATE_BOXES == 2 || DSTATE_BOXES == 4), "one 64-row tile of headdim, 64, 128 or 256 of dstate");
@@ -263,15 +263,17 @@ __device__ __forceinline__ void weigh(FragmentA<X> (&a)[4], const FragmentA<X> (
 }
 
 // Starts H += (w x)^T B, H already scaled by exp2(G_last), B the boxes of the consumer's slice. The caller commits and waits.
-__device__ __forceinline__ void start_state_update(float (&state)[STATE_REGISTERS], const FragmentA<X> (&a)[4], const unsigned char* b_boxes) {
+template <int COUNT>
+__device__ __forceinline__ void start_state_update(float (&state)[COUNT], const FragmentA<X> (&a)[4], const unsigned char* b_boxes) {
   const WgmmaDescriptor<128> b(smem_address(b_boxes), BOX_BYTES);
 #pragma unroll
   for (int k = 0; k < 4; ++k) multiply_registers<1>(state, a[k], b.at(k * 16 * 128), 1);
 }
 
 // Multiplies the state by the decay of a chunk.
-__device__ __forceinline__ void scale_state(float (&state)[STATE_REGISTERS], const Vectors& v) {
+template <int COUNT>
+__device__ __forceinline__ void scale_state(float (&state)[COUNT], const Vectors& v) {
   const float decay = ex2_approx(fminf(v.g[CHUNK - 1], 0.f));
 #pragma unroll
-  for (int i = 0; i < STATE_REGISTERS; ++i) state[i] *= decay;
+  for (int i = 0; i < COUNT; ++i) state[i] *= decay;
 }

@@ -51,6 +51,7 @@ pub const HEADERS: &[(&str, &str)] = templates![
     "common/require.cuh",
     "common/sm90_chunk.cuh",
     "common/sm90_forward.cuh",
+    "common/sm90_halves.cuh",
     "common/sm90_pipeline.cuh",
     "common/sm90_split_pipeline.cuh",
     "common/sm90_states.cuh",

@@ -386,10 +386,12 @@ parameter_table! {
     Sm90ChainForward for Sm90ChainForward {
         /// Segments that a sequence is split into, a block each.
         segments: AT_LAUNCH = 4 in [2, 3, 4] unit "blocks";
-        /// Consumer warpgroups per block; they share the B and C tiles. With a dstate above 128 two share a head.
+        /// Consumer warpgroups per block; they share the B and C tiles. With a dstate above 128, or halves, two share a head.
         warpgroups: WARPGROUPS = 2 in [1, 2] unit "warpgroups";
-        /// 64-token chunks in flight.
+        /// 64-token chunks in flight; with halves, those of a whole segment.
         stages: STAGES = 2 in [2, 3, 4] unit "chunks";
+        /// 2: a segment stays in shared memory, and two consumers take half of its tokens each. 1: it goes through a ring of stages, twice.
+        halves: HALVES = 1 in [1, 2] unit "halves";
     }
 
     /// Parameters of `state_update`: one decode step on a paged state cache.

@@ -329,6 +329,13 @@ fn what_spilled_is_refused() {
             "p=48,n=256,z=1,init=f16",
             "K03",
         ),
+        (
+            Kernel::Sm90ChainForward,
+            chain,
+            "p=48,n=256,init=f16",
+            "p=48,n=256,init=f16,d=hp",
+            "K03",
+        ),
     ] {
         let config = KernelConfig::from_text(kernel, config).unwrap();
         let check = |sizes: &str| {
@@ -382,12 +389,14 @@ fn default_fused_of(problem: &Problem, device: &DeviceFacts) -> StrategyConfig {
 fn chains_are_the_default_where_they_fill_the_gpu() {
     let device = DeviceFacts::assumed(Arch(90));
     for (shape, expected) in [
-        ("b=4,l=1024,h=8,p=64,g=1,n=128", Some((4, 1))),
-        ("b=4,l=1024,h=8,p=64,g=1,n=256", Some((4, 1))),
-        ("b=1,l=512,h=24,p=64,g=1,n=128", Some((4, 1))),
-        ("b=1,l=512,h=40,p=64,g=1,n=128", Some((3, 1))),
-        ("b=1,l=8192,h=80,p=64,g=1,n=128", Some((3, 2))),
-        ("b=1,l=2048,h=64,p=64,g=4,n=128", Some((4, 2))),
+        ("b=4,l=1024,h=8,p=64,g=1,n=128", Some((4, 2, 2))),
+        ("b=4,l=1024,h=8,p=64,g=1,n=128,z=1", Some((4, 1, 1))), // no room for z of a whole segment
+        ("b=4,l=1024,h=8,p=64,g=1,n=256", Some((4, 1, 1))),
+        ("b=1,l=512,h=24,p=64,g=1,n=128", Some((4, 2, 2))),
+        ("b=1,l=512,h=40,p=64,g=1,n=128", Some((3, 2, 2))),
+        ("b=1,l=2048,h=24,p=64,g=1,n=128", Some((4, 1, 1))),
+        ("b=1,l=8192,h=80,p=64,g=1,n=128", Some((3, 2, 1))),
+        ("b=1,l=2048,h=64,p=64,g=4,n=128", Some((4, 2, 1))),
         ("b=1,l=2048,h=12,p=64,g=1,n=128", None),
         ("b=1,l=2048,h=40,p=64,g=1,n=128", None),
         ("b=1,l=16384,h=80,p=64,g=1,n=128", None),
@@ -398,11 +407,45 @@ fn chains_are_the_default_where_they_fill_the_gpu() {
         let problem: Problem = shape.parse().unwrap();
         let chosen = match default_strategy(&problem, &device).unwrap() {
             StrategyConfig::Sm90Chain(c) => {
-                Some((c.chain_forward.segments, c.chain_forward.warpgroups))
+                let c = c.chain_forward;
+                Some((c.segments, c.warpgroups, c.halves))
             }
             _ => None,
         };
         assert_eq!(chosen, expected, "{shape}");
+    }
+}
+
+/// Halves of a segment: what each rule about them refuses.
+#[test]
+fn halves_want_two_consumers_and_a_stage_for_each_chunk() {
+    let device = DeviceFacts::assumed(Arch(90));
+    for (config, sizes, rule) in [
+        ("warpgroups=2,stages=4", "l=1024,n=128", None),
+        ("warpgroups=1,stages=4", "l=1024,n=128", Some("K05")),
+        ("warpgroups=2,stages=2", "l=512,n=256", Some("K05")),
+        ("warpgroups=2,stages=3", "l=1024,n=128", Some("K06")),
+        ("warpgroups=2,stages=4", "l=1025,n=128", Some("K06")),
+        ("warpgroups=2,stages=2", "l=256,n=128", Some("K06")),
+        (
+            "warpgroups=2,stages=4",
+            "l=1024,n=128,packed=2",
+            Some("K06"),
+        ),
+        ("warpgroups=2,stages=4", "l=1024,n=128,z=1", Some("S03")),
+        ("warpgroups=2,stages=4", "l=1024,n=64,z=1", None),
+    ] {
+        let config = format!("segments=4,halves=2,{config}");
+        let config = KernelConfig::from_text(Kernel::Sm90ChainForward, &config).unwrap();
+        let problem = format!("b=1,h=8,p=64,g=1,{sizes}").parse().unwrap();
+        let broken = match check_kernel(&config, &problem, &device) {
+            Err(SpecError::Rule { rule, .. }) => Some(rule),
+            other => {
+                other.unwrap();
+                None
+            }
+        };
+        assert_eq!(broken, rule, "{config:?} for {sizes}");
     }
 }
 

@@ -192,19 +192,14 @@ fn a_call_can_be_captured_in_a_graph_and_replayed() {
 fn a_chain_of_blocks_can_be_replayed() {
     let Some(engine) = engine() else { return };
     let facts = engine.device_facts().expect("a CUDA engine has facts");
-    for (shape, warpgroups) in [
-        ("b=4,l=1024,h=8,p=64,g=1,n=128", 1),
-        ("b=4,l=1024,h=8,p=64,g=1,n=128", 2),
-        ("b=4,l=1024,h=8,p=64,g=1,n=256", 1),
-        ("b=4,l=1024,h=8,p=64,g=1,n=256", 2),
+    for (shape, warpgroups, stages, halves) in [
+        ("b=4,l=1024,h=8,p=64,g=1,n=128", 1, 2, 1),
+        ("b=4,l=1024,h=8,p=64,g=1,n=128", 2, 2, 1),
+        ("b=4,l=1024,h=8,p=64,g=1,n=128", 2, 4, 2),
+        ("b=4,l=1024,h=8,p=64,g=1,n=256", 1, 2, 1),
+        ("b=4,l=1024,h=8,p=64,g=1,n=256", 2, 2, 1),
     ] {
-        let config = StrategyConfig::Sm90Chain(Sm90ChainConfig {
-            chain_forward: Sm90ChainForward {
-                segments: 4,
-                warpgroups,
-                stages: 2,
-            },
-        });
+        let config = chain(4, warpgroups, stages, halves);
         let problem = shape.parse().expect("shape");
         if let Err(error) = check_strategy(&config, &problem, facts) {
             eprintln!("{shape}: no such chain on this device: {error}");
@@ -215,6 +210,52 @@ fn a_chain_of_blocks_can_be_replayed() {
             .and_then(|b| b.mode(Mode::Pinned(config)).build())
             .expect("engine");
         capture_and_replay(&chained, shape);
+    }
+}
+
+fn chain(segments: u32, warpgroups: u32, stages: u32, halves: u32) -> StrategyConfig {
+    StrategyConfig::Sm90Chain(Sm90ChainConfig {
+        chain_forward: Sm90ChainForward {
+            segments,
+            warpgroups,
+            stages,
+            halves,
+        },
+    })
+}
+
+/// Halves of a segment: with one chunk and with none in the second, a segment that is not there, ragged ends, and options.
+#[test]
+fn a_chain_of_halves_is_right_at_every_length() {
+    let Some(engine) = engine() else { return };
+    let facts = engine.device_facts().expect("a CUDA engine has facts");
+    for (shape, segments, stages) in [
+        ("b=2,l=1024,h=8,p=64,g=1,n=128", 4, 4),
+        ("b=2,l=650,h=4,p=64,g=2,n=64,z=1", 4, 3),
+        ("b=2,l=320,h=4,p=64,g=1,n=128,init=bf16,final=bf16", 4, 2),
+        ("b=2,l=300,h=4,p=64,g=1,n=128,init=none", 2, 3),
+        ("b=1,l=530,h=4,p=64,g=1,n=64,final=none", 3, 4),
+        ("b=1,l=193,h=4,p=64,g=1,n=72", 3, 2),
+        (
+            "b=2,l=1000,h=8,p=48,g=2,n=104,d=hp,bias=1,softplus=1,dtype=f16,init=f16,final=f16",
+            4,
+            4,
+        ),
+        ("b=3,l=250,h=8,p=40,g=2,n=72,d=none,final=f16", 2, 2),
+    ] {
+        let config = chain(segments, 2, stages, 2);
+        let problem = shape.parse().expect("shape");
+        if let Err(error) = check_strategy(&config, &problem, facts) {
+            eprintln!("{shape}: no such chain on this device: {error}");
+            continue;
+        }
+        let pinned = Engine::builder()
+            .cuda(0)
+            .and_then(|b| b.mode(Mode::Pinned(config)).build())
+            .expect("engine");
+        let plan = plan(&pinned, shape);
+        let made = generate(plan.problem(), 4, Pattern::Plain);
+        assert_right(plan.problem(), &made, &run_host(&plan, &made));
     }
 }
 

@@ -13,6 +13,7 @@ use mamba2_cuda::Nvrtc;
 use mamba2_kernels::{Rendered, render, render_step};
 use mamba2_spec::launch::plan;
 use mamba2_tunedb::{Record, TextRecords, joint_template_digest, write_text};
+use object::{Object, ObjectSection, ObjectSymbol};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -22,8 +23,10 @@ use sha2::{Digest, Sha256};
 struct Code {
     /// As records name it.
     template_digest: String,
-    /// Over the cubins, and over how they are launched.
+    /// Over the machine code, and over how it is launched.
     code_digest: String,
+    /// Constants of the templates that the compiler left in device memory, whether or not code reads them, by kernel and name.
+    constants: BTreeMap<String, Vec<u8>>,
     /// That compiled them.
     nvrtc: String,
 }
@@ -58,7 +61,10 @@ pub fn run(side: Side, file: &Path) -> Result<(), String> {
         );
         return Ok(());
     }
-    let before = std::fs::read(file).map_err(|e| format!("{}: {e}", file.display()))?;
+    let before = std::fs::read(file).map_err(|e| {
+        let first = "run `carry-over before` with this file on the commit before the edit";
+        format!("{}: {e}: {first}", file.display())
+    })?;
     let before: Codes =
         serde_json::from_slice(&before).map_err(|e| format!("{}: {e}", file.display()))?;
     let (mut carried, mut stale, mut fresh) = (0, vec![], 0);
@@ -101,6 +107,21 @@ enum Verdict {
     Stale,
 }
 
+impl Code {
+    /// True if a record of `self` holds for `now`: the same instructions, which read the same constants if they read any.
+    fn same_as(&self, now: &Code) -> bool {
+        let (few, many) = if self.constants.len() <= now.constants.len() {
+            (&self.constants, &now.constants)
+        } else {
+            (&now.constants, &self.constants)
+        };
+        let mut kept = few
+            .iter()
+            .map(|(name, value)| many.get(name) == Some(value));
+        self.code_digest == now.code_digest && kept.all(|same| same)
+    }
+}
+
 fn verdict(record: &Record, before: Option<&Code>, now: &Code) -> Verdict {
     let built_with = &record.evidence.built_with;
     if built_with.template_digest == now.template_digest {
@@ -111,7 +132,7 @@ fn verdict(record: &Record, before: Option<&Code>, now: &Code) -> Verdict {
         // That two compilers agree on one of them says nothing of a third, which the record was measured with.
         Some(before)
             if before.template_digest == built_with.template_digest
-                && before.code_digest == now.code_digest
+                && before.same_as(now)
                 && [&before.nvrtc, &now.nvrtc] == [&built_with.nvrtc; 2] =>
         {
             Verdict::Same
@@ -160,6 +181,43 @@ fn kernels(record: &Record) -> Result<(Vec<Rendered>, String), String> {
     Ok((vec![rendered], launch))
 }
 
+/// Instructions of a cubin with the sizes of parameters and shared memory, and constants in device memory. Symbol tables, and what counts in them, change
+/// with every constant that a template gets.
+fn parts(cubin: &[u8]) -> Result<(Sha256, BTreeMap<String, Vec<u8>>), String> {
+    let file = object::File::parse(cubin).map_err(|e| e.to_string())?;
+    let mut code = Sha256::new();
+    for section in file.sections() {
+        let name = section.name().map_err(|e| e.to_string())?;
+        let wanted = [
+            ".text.",
+            ".nv.constant0",
+            ".nv.constant2",
+            ".nv.constant3",
+            ".nv.shared",
+        ];
+        if wanted.iter().any(|w| name.starts_with(w)) {
+            code.update(name);
+            code.update(section.size().to_le_bytes());
+            code.update(section.data().map_err(|e| e.to_string())?);
+        }
+    }
+    let mut constants = BTreeMap::new();
+    for symbol in file.symbols().filter(|s| s.size() > 0) {
+        let Some(index) = symbol.section_index() else {
+            continue;
+        };
+        let section = file.section_by_index(index).map_err(|e| e.to_string())?;
+        if section.name() == Ok(".nv.global.init") {
+            let value = section
+                .data_range(symbol.address(), symbol.size())
+                .map_err(|e| e.to_string())?;
+            let name = symbol.name().map_err(|e| e.to_string())?;
+            constants.insert(name.to_string(), value.unwrap_or_default().to_vec());
+        }
+    }
+    Ok((code, constants))
+}
+
 fn codes(records: &[&Record], nvrtc: &Nvrtc) -> Result<Codes, String> {
     let of_records = records
         .iter()
@@ -177,19 +235,25 @@ fn codes(records: &[&Record], nvrtc: &Nvrtc) -> Result<Codes, String> {
         .into_par_iter()
         .map(|(name, rendered)| {
             let compiled = nvrtc.compile(rendered, name.0).map_err(|e| e.to_string())?;
-            Ok((name, Sha256::digest(&compiled.cubin)))
+            let (code, constants) = parts(&compiled.cubin)?;
+            Ok((name, (code.finalize(), constants)))
         })
         .collect::<Result<BTreeMap<_, _>, String>>()?;
     let code = |(record, (rendered, launches)): (&&Record, (Vec<Rendered>, String))| {
         let mut hash = Sha256::new();
+        let mut constants = BTreeMap::new();
         for r in &rendered {
-            hash.update(cubins[&name(record.key.arch(), r)]);
+            let (code, of_kernel) = &cubins[&name(record.key.arch(), r)];
+            hash.update(code);
+            let of_kernel = of_kernel.iter();
+            constants.extend(of_kernel.map(|(k, v)| (format!("{}.{k}", r.entry), v.clone())));
         }
         hash.update(launches);
         let code_digest = hash.finalize().into_iter().map(|b| format!("{b:02x}"));
         let code = Code {
             template_digest: joint_template_digest(rendered.iter().map(|r| r.template_digest())),
             code_digest: code_digest.collect(),
+            constants,
             nvrtc: nvrtc.version().to_string(),
         };
         (record.key.to_string(), code)
@@ -205,8 +269,26 @@ mod tests {
         Code {
             template_digest: template.into(),
             code_digest: code.into(),
+            constants: BTreeMap::new(),
             nvrtc: nvrtc.into(),
         }
+    }
+
+    #[test]
+    fn a_constant_more_or_less_is_no_other_code_but_another_value_is() {
+        let with = |constants: &[(&str, u8)]| {
+            let mut code = code("", "same", "");
+            code.constants = constants
+                .iter()
+                .map(|(k, v)| (k.to_string(), vec![*v]))
+                .collect();
+            code
+        };
+        let one = with(&[("a", 1)]);
+        assert!(one.same_as(&with(&[("a", 1), ("b", 2)])));
+        assert!(with(&[("a", 1), ("b", 2)]).same_as(&one));
+        assert!(!one.same_as(&with(&[("a", 2), ("b", 2)])));
+        assert!(!one.same_as(&with(&[("b", 1)])));
     }
 
     #[test]

@@ -113,18 +113,23 @@ fn case(kernel: Kernel, row: &[usize]) -> Result<Case, SpecError> {
         .zip(&row[parameters.len()..])
         .map(|((key, values), v)| (*key, values[*v]))
         .collect();
+    // Halves of a segment are in shared memory as a whole.
+    let seqlen = match config {
+        KernelConfig::Sm90ChainForward(c) if c.halves > 1 => 64 * c.segments * c.stages,
+        _ => 9000,
+    };
     Ok(match config {
         KernelConfig::StateUpdate(config) => Case::Step(config, step_problem(&options)?),
-        config => Case::Forward(config, forward_problem(&options)?),
+        config => Case::Forward(config, forward_problem(&options, seqlen)?),
     })
 }
 
-fn forward_problem(options: &BTreeMap<&str, &str>) -> Result<Problem, SpecError> {
+fn forward_problem(options: &BTreeMap<&str, &str>, seqlen: u32) -> Result<Problem, SpecError> {
     let groups = 2;
     let heads = groups * number(options["hpg"]);
     let packed = options["packed"] != "0";
     let mut shape = format!(
-        "b={},l=9000,h={heads},g={groups}",
+        "b={},l={seqlen},h={heads},g={groups}",
         if packed { 1 } else { 2 }
     );
     for (key, value) in options
@@ -201,14 +206,14 @@ fn covering_cases(kernel: Kernel, device: &DeviceFacts) -> (Vec<Case>, usize) {
 }
 
 /// Most of what decides the registers of a Hopper kernel, all together: which of these spill hangs on more than two of them (with bf16 initial
-/// states and 128 of dstate two consumers spilled, where each pair was seen not to; and with the gate but without D, of all things). Packed
-/// sequences and final states come in pairs only, for the time it takes.
+/// states and 128 of dstate two consumers spilled, where each pair was seen not to; and with the gate but without D, of all things). A headdim that
+/// fills no tile and a D per headdim need the most. Packed sequences and final states come in pairs only, for the time it takes.
 const CROWDING: &[Factor] = &[
     ("dtype", &["bf16", "f16"]),
-    ("d", &["h", "none"]),
+    ("d", &["hp", "none"]),
     ("z", &["0", "1"]),
     ("init", &["f32", "bf16"]),
-    ("p", &["64", "80"]),
+    ("p", &["48", "80"]),
     ("n", &["128", "64", "256", "512"]),
 ];
 

@@ -46,8 +46,13 @@ fn groups(of_problem: usize, heads_per_group: usize) -> usize {
 /// Tokens that a strategy needs to be legal and to have several of everything that it splits a sequence into.
 fn tokens(config: &StrategyConfig, large: bool) -> usize {
     let least = if large { FEW_TOKENS } else { TOKENS };
-    if matches!(config, StrategyConfig::Sm90Chain(_)) {
-        return CHAIN_TOKENS;
+    if let StrategyConfig::Sm90Chain(c) = config {
+        // Halves have a stage for each chunk; the last segment has one less, and a ragged one.
+        let c = c.chain_forward;
+        return match c.halves {
+            1 => CHAIN_TOKENS,
+            _ => 64 * (c.segments * c.stages) as usize - SEGMENT_TAIL,
+        };
     }
     match config.segment().unwrap_or(0) as usize {
         0 => least,
