@@ -20,5 +20,6 @@ constexpr int STATE_ELEMS = 8192; // elements of a segment state in the workspac
 constexpr int SEGMENTS_WITHOUT_SCAN = 4; // segments of a sequence that the forward pass adds up itself
 constexpr int WARPGROUPS = 2; // tuned, warpgroups
 constexpr int STAGES = 2; // tuned, chunks
+constexpr int HALVES = 1; // tuned, halves
 constexpr int THREADS = 512; // threads per block
 constexpr int SMEM_BYTES = 171008; // dynamic shared memory of a block
