@@ -173,7 +173,7 @@ __device__ __forceinline__ void consume_halves(const ForwardArgs& args, const Se
   }
   const bool has_final = FINAL_DTYPE >= 0 && s.last && half == (halves.chunks > halves.middle);
   forward_half(ring, smem + HALVES_SCORES_OFFSET, barriers, first, end, has_final, d, state);
-  if (FINAL_DTYPE >= 0 && s.last) store_final_halves(args, s, ring + (halves.chunks - 1) * STAGE_BYTES, has_final, state);
+  if (FINAL_DTYPE >= 0 && s.last) store_final_halves(args, s, ring, barriers, has_final, state);
   if (adds) take_flags_down(args, s, chain, head, half);
 }
 

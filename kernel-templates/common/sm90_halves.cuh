@@ -6,7 +6,8 @@
 // before stored, and has its part of the state at the segment's start and of that at its middle. They swap parts, and each makes Y of its own half.
 //
 // The score warpgroup makes S of all chunks as they come, a tile each. A warp of the producer makes the vectors of one chunk and stores its Y, which
-// takes the place of x in shared memory: each warp reads and writes the same 16 columns.
+// takes the place of x in shared memory: each warp of the half's consumer reads and writes the same 16 columns, and the other consumer has read its
+// last of them when they swap.
 //
 // Shared  barriers, then a stage per chunk (common/sm90_pipeline.cuh), then S [STAGES boxes], then what the consumers swap [2 boxes]
 #pragma once
@@ -22,8 +23,8 @@ constexpr int HALVES_BYTES = SWAP_OFFSET + 2 * BOX_BYTES;
 // What waits for what, a chunk.
 struct HalvesBarriers {
   unsigned base;
-  __device__ __forceinline__ unsigned summed(int chunk) const { return base + chunk * 32; }       // B, x and vectors are there
-  __device__ __forceinline__ unsigned whole(int chunk) const { return base + chunk * 32 + 8; }    // C and z too
+  __device__ __forceinline__ unsigned summed(int chunk) const { return base + chunk * 32; }       // B, x and the vectors are there
+  __device__ __forceinline__ unsigned whole(int chunk) const { return base + chunk * 32 + 8; }    // C and z are, whatever the rest
   __device__ __forceinline__ unsigned scores(int chunk) const { return base + chunk * 32 + 16; }  // S is
   __device__ __forceinline__ unsigned output(int chunk) const { return base + chunk * 32 + 24; }  // Y is
   __device__ __forceinline__ void init() const {
@@ -172,11 +173,13 @@ __device__ __forceinline__ void add_chunks(const unsigned char* ring, const Halv
 }
 
 // Both consumers store the final state, half of dstate each: the one that has it hands the rest over in the place of C of the last chunk.
-__device__ __forceinline__ void store_final_halves(const ForwardArgs& args, const Segment& s, unsigned char* last_stage, bool has_it,
-                                                   const float (&state)[STATE_REGISTERS]) {
+__device__ __forceinline__ void store_final_halves(const ForwardArgs& args, const Segment& s, unsigned char* ring, const HalvesBarriers& barriers,
+                                                   bool has_it, const float (&state)[STATE_REGISTERS]) {
   static_assert(HALVES == 1 || C_BYTES == HALF_REGISTERS * 128 * 4, "half of a state is as large as C of a chunk");
-  float4* place = reinterpret_cast<float4*>(last_stage) + threadIdx.x % 128;
+  const int last = Halves(s).chunks - 1;
+  float4* place = reinterpret_cast<float4*>(ring + last * STAGE_BYTES) + threadIdx.x % 128;
   if (has_it) {
+    wait_barrier(barriers.output(last), 0);  // all four warps have done with C
 #pragma unroll
     for (int i = 0; i < HALF_REGISTERS; i += 4) {
       const float* rest = state + HALF_REGISTERS + i;
@@ -204,6 +207,7 @@ __device__ __forceinline__ void forward_half(unsigned char* ring, const unsigned
   for (int chunk = first; chunk < end; ++chunk) {
     unsigned char* stage = ring + chunk * STAGE_BYTES;
     unsigned char* x_box = stage + X_OFFSET;
+    wait_barrier(barriers.summed(chunk), 0);  // in a sequence's last block nobody has summed the second half
     const Vectors v = vectors_of(stage, 0);
     float y[32];  // Y^T, 64 headdim rows x 64 tokens
     FragmentA<X> weighted_x[4];

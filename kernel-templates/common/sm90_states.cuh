@@ -83,6 +83,10 @@ __device__ __forceinline__ void add_segment_states(const ForwardArgs& args, cons
 //
 // `p0` and `n0` are the first headdim and dstate of the accumulators.
 
+// Whether accumulators of COUNT registers have no column past dstate: they may be fewer than those of 64 columns, to which dstate is padded.
+template <int COUNT>
+constexpr bool FILLED = DSTATE % 64 == 0 && DSTATE % (2 * COUNT) == 0;
+
 // Calls f(index of the pair in memory, whether its first and its second element are in the tensor, i) for the pairs i, i + 1 of this thread.
 template <int COUNT, typename F>
 __device__ __forceinline__ void for_each_state(const int64 (&strides)[3], int sequence, int head, int p0, int n0, F&& f) {
@@ -90,7 +94,7 @@ __device__ __forceinline__ void for_each_state(const int64 (&strides)[3], int se
 #pragma unroll
   for (int i = 0; i < COUNT; i += 2) {
     const int row = i / 2 % 2 * 8, column = i / 4 * 8;
-    const bool inside = (HEADDIM % 64 == 0 || p0 + state_p(0) + row < HEADDIM) && (DSTATE % (2 * COUNT) == 0 || n0 + state_n(0) + column < DSTATE);
+    const bool inside = (HEADDIM % 64 == 0 || p0 + state_p(0) + row < HEADDIM) && (FILLED<COUNT> || n0 + state_n(0) + column < DSTATE);
     f(first + (row ? 8 * row_stride : 0) + column, inside, inside && (DSTATE % 2 == 0 || n0 + state_n(0) + column + 1 < DSTATE), i);
     if (i % 16 == 14) asm volatile("" ::: "memory");  // not all at once: there are no registers for 16-bit elements beside the others
   }
@@ -111,7 +115,7 @@ __device__ __forceinline__ void for_each_vector(T* state, const int64 (&strides)
   for (int i = 0; i < COUNT; i += 8)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const bool inside = (HEADDIM % 64 == 0 || p0 + state_p(0) + 8 * r < HEADDIM) && (DSTATE % (2 * COUNT) == 0 || i * 2 + column < DSTATE);
+      const bool inside = (HEADDIM % 64 == 0 || p0 + state_p(0) + 8 * r < HEADDIM) && (FILLED<COUNT> || i * 2 + column < DSTATE);
       f(first + (r ? 8 * strides[2] : 0) + i * 2, inside, i + 2 * r);
     }
 }

@@ -394,6 +394,10 @@ fn chains_are_the_default_where_they_fill_the_gpu() {
         ("b=4,l=1024,h=8,p=64,g=1,n=256", Some((4, 1, 1))),
         ("b=1,l=512,h=24,p=64,g=1,n=128", Some((4, 2, 2))),
         ("b=1,l=512,h=40,p=64,g=1,n=128", Some((3, 2, 2))),
+        ("b=1,l=512,h=20,p=64,g=1,n=128", Some((4, 2, 2))),
+        ("b=1,l=512,h=16,p=64,g=1,n=128", None),
+        ("b=4,l=1024,h=8,p=64,g=8,n=128", Some((4, 2, 2))), // a head a group
+        ("b=4,l=1280,h=8,p=64,g=1,n=64", Some((4, 1, 1))),  // five chunks a segment
         ("b=1,l=2048,h=24,p=64,g=1,n=128", Some((4, 1, 1))),
         ("b=1,l=8192,h=80,p=64,g=1,n=128", Some((3, 2, 1))),
         ("b=1,l=2048,h=64,p=64,g=4,n=128", Some((4, 2, 1))),
@@ -413,6 +417,37 @@ fn chains_are_the_default_where_they_fill_the_gpu() {
             _ => None,
         };
         assert_eq!(chosen, expected, "{shape}");
+    }
+}
+
+/// A default is a config of the table: what `explain` prints can be pinned.
+#[test]
+fn defaults_stay_in_the_domains_of_their_parameters() {
+    for sm in [80, 90] {
+        let device = DeviceFacts::assumed(Arch(sm));
+        for l in [1, 64, 300, 512, 900, 1100, 1280, 1536, 2048, 5000, 20000] {
+            for (h, n) in [
+                (1, 64),
+                (8, 64),
+                (24, 64),
+                (24, 32),
+                (80, 128),
+                (128, 256),
+                (8, 512),
+            ] {
+                for options in ["", ",z=1", ",dtype=f16,p=80", ",dtype=f32"] {
+                    let problem: Problem = format!("b=1,l={l},h={h},g=1,n={n},p=64{options}")
+                        .replace("p=64,dtype=f16,p=80", "dtype=f16,p=80")
+                        .parse()
+                        .unwrap();
+                    for kernel in default_strategy(&problem, &device).unwrap().kernels() {
+                        let text = kernel.to_text();
+                        let read = KernelConfig::from_text(kernel.kernel(), &text);
+                        assert_eq!(read.unwrap(), kernel, "{problem}");
+                    }
+                }
+            }
+        }
     }
 }
 

@@ -236,6 +236,8 @@ fn a_chain_of_halves_is_right_at_every_length() {
         ("b=2,l=300,h=4,p=64,g=1,n=128,init=none", 2, 3),
         ("b=1,l=530,h=4,p=64,g=1,n=64,final=none", 3, 4),
         ("b=1,l=193,h=4,p=64,g=1,n=72", 3, 2),
+        ("b=2,l=700,h=4,p=64,g=4,n=32", 4, 3),
+        ("b=2,l=500,h=4,p=64,g=1,n=24,init=f16,final=bf16", 4, 2),
         (
             "b=2,l=1000,h=8,p=48,g=2,n=104,d=hp,bias=1,softplus=1,dtype=f16,init=f16,final=f16",
             4,

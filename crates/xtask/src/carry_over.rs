@@ -182,7 +182,7 @@ fn kernels(record: &Record) -> Result<(Vec<Rendered>, String), String> {
 }
 
 /// Instructions of a cubin with the sizes of parameters and shared memory, and constants in device memory. Symbol tables, and what counts in them, change
-/// with every constant that a template gets.
+/// with every constant that a template gets. (So does the table of addresses through which code would read a constant from memory; what none of ours does.)
 fn parts(cubin: &[u8]) -> Result<(Sha256, BTreeMap<String, Vec<u8>>), String> {
     let file = object::File::parse(cubin).map_err(|e| e.to_string())?;
     let mut code = Sha256::new();
@@ -212,7 +212,8 @@ fn parts(cubin: &[u8]) -> Result<(Sha256, BTreeMap<String, Vec<u8>>), String> {
                 .data_range(symbol.address(), symbol.size())
                 .map_err(|e| e.to_string())?;
             let name = symbol.name().map_err(|e| e.to_string())?;
-            constants.insert(name.to_string(), value.unwrap_or_default().to_vec());
+            let value = value.ok_or_else(|| format!("{name} lies outside its section"))?;
+            constants.insert(name.to_string(), value.to_vec());
         }
     }
     Ok((code, constants))

@@ -84,7 +84,7 @@ pub fn of_forward(problem: &Problem, config: &StrategyConfig) -> Problem {
     twin.batch = if problem.packed.is_some() || nheads > 16 || tokens > TOKENS {
         1
     } else {
-        2
+        most.min(2)
     };
     twin.packed = problem.packed.map(|_| most.min(SEQUENCES));
     twin
@@ -142,8 +142,10 @@ mod tests {
     }
 
     /// Kinds of problem that make different kernels and strategies legal, but for heads and groups.
-    const KINDS: [&str; 6] = [
+    const KINDS: [&str; 8] = [
         "b=1,l=16384,p=64,n=128",
+        "b=1,l=512,p=64,n=128",
+        "b=2,l=900,p=48,n=64",
         "b=2,l=2000,p=64,n=64,dtype=f16,z=1",
         "b=1,l=9000,p=80,n=256",
         "b=1,l=4096,p=160,n=256,packed=1",
@@ -183,6 +185,7 @@ mod tests {
                             if rules::check_strategy(&config, &problem, device).is_err() {
                                 continue;
                             }
+                            let twin = of_forward(&problem, &config);
                             rules::check_strategy(&config, &twin, device)
                                 .unwrap_or_else(|e| panic!("{problem}, {twin}: {config}: {e}"));
                             for kernel in config.kernels() {
