@@ -254,7 +254,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sm90_chain_
     }
     const bool adds = s.index > 0 && valid, exchanges = call_initial_state(args, s, head, 0, n0, state[0]);
     if (adds) wait_for_segments_before(args, s, head, slice, consumer + 1);
-    constexpr bool AT_ONCE = STATE_REGISTERS <= 64 && WARPGROUPS == 1 && !(HAS_Z && D_KIND == 2);  // ptxas spills else
+    constexpr bool CROWDED = (HAS_Z && D_KIND == 2) || (PACKED && INITIAL_DTYPE >= 0 && INITIAL_DTYPE != 2);  // ptxas spills else
+    constexpr bool AT_ONCE = STATE_REGISTERS <= 64 && WARPGROUPS == 1 && !CROWDED;
     if constexpr (AT_ONCE) {
       const auto exchange = [&] {
         if (exchanges) exchange_initial_state(state[0]);
