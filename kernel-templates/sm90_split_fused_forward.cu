@@ -197,9 +197,9 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
       const FragmentA<X> gate = load_transposed(z, k);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 f = unpack(gate.pair[i]);
-        v[2 * i] *= silu(f.x);
-        v[2 * i + 1] *= silu(f.y);
+        const float2 f = silu(unpack(gate.pair[i]));
+        v[2 * i] *= f.x;
+        v[2 * i + 1] *= f.y;
       }
     }
     stmatrix_x4_trans(transposed_at(rows, k), pack<X>(v[0], v[1]).bits, pack<X>(v[2], v[3]).bits, pack<X>(v[4], v[5]).bits, pack<X>(v[6], v[7]).bits);

@@ -91,9 +91,9 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Segm
         if (l < valid && unit.p0 + p < HEADDIM) {
           const X* at = z + l * args.z_strides.token + p;
           const bool both = HEADDIM % 2 == 0 || unit.p0 + p + 1 < HEADDIM;
-          const float2 gate = both ? unpack(*reinterpret_cast<const Pair<X>*>(at)) : make_float2(to_float(*at), 0.f);
-          y[t * 4 + 2 * r] *= silu(gate.x);
-          y[t * 4 + 2 * r + 1] *= silu(gate.y);
+          const float2 gate = silu(both ? unpack(*reinterpret_cast<const Pair<X>*>(at)) : make_float2(to_float(*at), 0.f));
+          y[t * 4 + 2 * r] *= gate.x;
+          y[t * 4 + 2 * r + 1] *= gate.y;
         }
       }
   }

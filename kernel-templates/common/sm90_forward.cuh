@@ -125,9 +125,9 @@ __device__ __forceinline__ void finish_output(const HeadD& d, float (&y)[8 * STE
       const FragmentA<X> z = load_transposed(x_box + (Z_OFFSET - X_OFFSET), first + k);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 v = unpack(z.pair[i]);
-        y[8 * k + 2 * i] *= silu(v.x);
-        y[8 * k + 2 * i + 1] *= silu(v.y);
+        const float2 gate = silu(unpack(z.pair[i]));
+        y[8 * k + 2 * i] *= gate.x;
+        y[8 * k + 2 * i + 1] *= gate.y;
       }
     }
   }

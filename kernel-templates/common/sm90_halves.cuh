@@ -152,6 +152,13 @@ __device__ __forceinline__ void swap_halves(unsigned char* boxes, int half, cons
   }
 }
 
+// A part of a state += (w x)^T times its part of B.
+__device__ __forceinline__ void start_part_update(float (&state)[HALF_REGISTERS], const FragmentA<X> (&a)[4], const unsigned char* b_boxes, int part) {
+  const WgmmaDescriptor<128> b(smem_address(b_boxes), BOX_BYTES);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) multiply_registers<1>(state, a[k], b.at(part * PART_BYTES + k * 16 * 128), 1);
+}
+
 // Adds what the chunks [first, end) do to this consumer's part of dstate, and to their decay, log2 units.
 __device__ __forceinline__ void add_chunks(const unsigned char* ring, const HalvesBarriers& barriers, int part, int first, int end,
                                            float (&state)[HALF_REGISTERS], float& decay) {
@@ -166,7 +173,7 @@ __device__ __forceinline__ void add_chunks(const unsigned char* ring, const Halv
     scale_state(state, v);
     decay += v.g[CHUNK - 1];
     wgmma_fence();
-    start_state_update(state, a, stage + B_OFFSET + part * PART_BYTES);
+    start_part_update(state, a, stage + B_OFFSET, part);
     wgmma_commit_group();
     wgmma_wait_group<0>();
   }

@@ -204,3 +204,39 @@ fn a_chain_whose_segments_do_not_fit_the_ring() {
     );
     check(&problem, &strategy, Timing::Late);
 }
+
+/// Halves of a segment that stays in shared memory: ragged ends, one chunk and none in the second half, a segment that is not there, and options.
+#[test]
+fn a_chain_whose_segments_stay_in_shared_memory() {
+    for (shape, config) in [
+        (
+            "b=2,l=1000,h=2,p=64,g=1,n=128",
+            "segments=4,warpgroups=2,stages=4",
+        ),
+        (
+            "b=1,l=530,h=2,p=48,g=2,n=104,z=1,d=hp,bias=1,softplus=1,init=f32,final=f32",
+            "segments=4,warpgroups=2,stages=3",
+        ),
+        (
+            "b=1,l=300,h=2,p=40,g=1,n=24,d=none,dtype=f16,init=f16,final=bf16",
+            "segments=4,warpgroups=2,stages=2",
+        ),
+        (
+            "b=1,l=193,h=1,p=64,g=1,n=64,init=none",
+            "segments=3,warpgroups=2,stages=2",
+        ),
+        (
+            "b=1,l=270,h=1,p=64,g=1,n=72,final=none",
+            "segments=4,warpgroups=2,stages=2",
+        ),
+    ] {
+        let problem: Problem = shape.parse().unwrap();
+        let config = format!("{config},halves=2");
+        let strategy = with(
+            &problem,
+            "sm90_chain",
+            &[(Kernel::Sm90ChainForward, &config)],
+        );
+        check(&problem, &strategy, Timing::Late);
+    }
+}
