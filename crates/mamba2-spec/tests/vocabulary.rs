@@ -420,6 +420,26 @@ fn chains_are_the_default_where_they_fill_the_gpu() {
     }
 }
 
+/// Two consumers have room for two stages beside a gate; one, where the default takes it, has room for three as without.
+#[test]
+fn a_gate_leaves_a_lone_consumer_its_stages() {
+    let device = DeviceFacts::assumed(Arch(90));
+    for (shape, warpgroups, stages) in [
+        ("b=1,l=8192,h=128,p=64,g=8,n=128", 1, 3),
+        ("b=1,l=8192,h=128,p=64,g=8,n=128,z=1", 1, 3),
+        ("b=8,l=2048,h=80,p=64,g=1,n=128", 2, 3),
+        ("b=8,l=2048,h=80,p=64,g=1,n=128,z=1", 2, 2),
+    ] {
+        match default_strategy(&shape.parse().unwrap(), &device).unwrap() {
+            StrategyConfig::Sm90Fused(c) => {
+                let c = c.fused_forward;
+                assert_eq!((c.warpgroups, c.stages), (warpgroups, stages), "{shape}");
+            }
+            other => panic!("{shape}: {other:?}"),
+        }
+    }
+}
+
 /// A default is a config of the table: what `explain` prints can be pinned.
 #[test]
 fn defaults_stay_in_the_domains_of_their_parameters() {
