@@ -37,9 +37,11 @@ __device__ __forceinline__ float from_fixed(long long sum) { return __ll2float_r
 // v / (1 + exp(-v)); an exact division is five times as many instructions.
 __device__ __forceinline__ float silu(float v) { return v * rcp_approx(1.f + ex2_approx(-1.4426950408889634f * v)); }
 
-// Two of them with one reciprocal, 1 / a = b / (a b): the special function units are what a gate waits for. A factor below 2^-60 is as good as zero.
+// Two of them with one reciprocal, 1 / a = b / (a b): the special function units are what a gate waits for. Below -41 one is as good as zero, which
+// keeps a b finite. Neither sees what the other is: not even NaN.
 __device__ __forceinline__ float2 silu(float2 v) {
-  const float a = 1.f + ex2_approx(fminf(-1.4426950408889634f * v.x, 60.f)), b = 1.f + ex2_approx(fminf(-1.4426950408889634f * v.y, 60.f));
+  constexpr float LEAST = -41.f, LOG2_E = 1.4426950408889634f;
+  const float a = 1.f + ex2_approx(fminf(-LOG2_E * v.x, -LOG2_E * LEAST)), b = 1.f + ex2_approx(fminf(-LOG2_E * v.y, -LOG2_E * LEAST));
   const float r = rcp_approx(a * b);
-  return {v.x * b * r, v.y * a * r};
+  return {max_or_nan(v.x, LEAST) * (b * r), max_or_nan(v.y, LEAST) * (a * r)};
 }

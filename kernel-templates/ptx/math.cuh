@@ -15,6 +15,13 @@ __device__ __forceinline__ float ex2_approx(float v) {
   return r;
 }
 
+// The larger one; NaN if one is, where fmaxf gives the other. sm_80.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
 // Two floats to one register of bf16: `low` in the lower half. sm_80.
 __device__ __forceinline__ unsigned cvt_rn_bf16x2(float high, float low) {
   unsigned r;

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{check, check_on};
+use common::{check, check_gates, check_on};
 use mamba2_emulator::Timing;
 use mamba2_reference::Pattern;
 use mamba2_spec::launch;
@@ -238,5 +238,24 @@ fn a_chain_whose_segments_stay_in_shared_memory() {
             &[(Kernel::Sm90ChainForward, &config)],
         );
         check(&problem, &strategy, Timing::Late);
+    }
+}
+
+/// Hopper strategies take one reciprocal for the gates of two elements.
+#[test]
+fn a_gate_without_bounds_stays_with_its_element() {
+    let mut seen = Vec::new();
+    for shape in [
+        "b=1,l=130,h=2,p=64,g=1,n=64,z=1",
+        "b=1,l=200,h=3,p=80,g=1,n=64,z=1",
+    ] {
+        let problem: Problem = shape.parse().unwrap();
+        for strategy in strategies(&problem, &DeviceFacts::assumed(Arch(90))) {
+            check_gates(&problem, &strategy);
+            seen.push(strategy.name());
+        }
+    }
+    for strategy in ALL.iter().chain(&["sm90_split_fused"]) {
+        assert!(seen.contains(strategy), "{strategy} of {seen:?}");
     }
 }

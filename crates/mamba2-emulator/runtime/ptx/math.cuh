@@ -5,6 +5,7 @@ inline float ex2_approx(float v) {
   const float r = std::exp2(v);
   return std::fabs(r) < 1.17549435e-38f ? 0.f : r;  // flushes denormals
 }
+inline float max_or_nan(float a, float b) { return a != a ? a : b != b ? b : std::fmax(a, b); }
 inline float lg2_approx(float v) { return std::log2(v); }
 inline unsigned cvt_rn_bf16x2(float high, float low) { return static_cast<unsigned>(emulator::to_bf16(high)) << 16 | emulator::to_bf16(low); }
 inline unsigned cvt_rn_f16x2(float high, float low) { return static_cast<unsigned>(emulator::to_f16(high)) << 16 | emulator::to_f16(low); }

@@ -2,7 +2,7 @@
 #![allow(dead_code)] // each test file uses its part
 
 use mamba2_emulator::{Compiler, Emulator, Timing};
-use mamba2_reference::{Bounds, ErrorReport, Pattern, generate, recurrence};
+use mamba2_reference::{Bounds, ErrorReport, Pattern, Values, generate, recurrence};
 use mamba2_spec::rules::check_strategy;
 use mamba2_spec::{Arch, DeviceFacts, Problem, StrategyConfig};
 
@@ -54,4 +54,53 @@ pub fn check_on(problem: &Problem, strategy: &StrategyConfig, timing: Timing, pa
             "{problem}: {strategy}: final states {report:?}"
         );
     }
+}
+
+/// Every seventh gate is not a number, infinite or far out, so that whoever works on two at once has each kind beside a plain one, in either place.
+/// Panics if a plain one's output is touched, or theirs is not what the gate makes of it.
+pub fn check_gates(problem: &Problem, strategy: &StrategyConfig) {
+    const ODD: [f64; 7] = [
+        f64::NAN,
+        f64::INFINITY,
+        f64::NEG_INFINITY,
+        -3e38,
+        -100.0,
+        -60.0,
+        90.0,
+    ];
+    let device = DeviceFacts::assumed(Arch(90));
+    check_strategy(strategy, problem, &device).unwrap();
+    let mut inputs = generate(problem, 11, Pattern::Plain);
+    let mut z = inputs.z.as_ref().unwrap().to_f64();
+    for (i, at) in (3..z.len()).step_by(7).enumerate() {
+        z[at] = ODD[i % ODD.len()];
+    }
+    inputs.z = Some(Values::rounded(problem.dtype, &z));
+    let wanted = recurrence(problem, &inputs.reference()).out;
+    let got = emulator()
+        .forward(strategy, problem, &inputs, &device, Timing::Early)
+        .unwrap_or_else(|e| panic!("{problem}: {strategy}: {e}"))
+        .out
+        .to_f64();
+    let mut plain = (Vec::new(), Vec::new());
+    for (i, (gate, (got, wanted))) in z.iter().zip(got.iter().zip(&wanted)).enumerate() {
+        let place =
+            || format!("{problem}: {strategy}: element {i}, gate {gate}: {got}, not {wanted}");
+        if gate.is_nan() {
+            assert!(got.is_nan(), "{}", place());
+        } else if *gate == f64::INFINITY {
+            assert!(!got.is_finite(), "{}", place());
+        } else if *gate <= -60.0 && gate.is_finite() {
+            assert!(got.abs() < 1e-12, "{}", place());
+        } else if gate.is_finite() {
+            assert!(got.is_finite(), "{}", place());
+            plain.0.push(*got);
+            plain.1.push(*wanted);
+        }
+    }
+    let report = ErrorReport::compare(&plain.0, &plain.1);
+    assert!(
+        report.relative_frobenius <= Bounds::of(problem).out,
+        "{problem}: {strategy}: {report:?}"
+    );
 }
